@@ -49,7 +49,7 @@ _REASONS = (
 
 
 def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Convert `Trainer(compile=)` to the engine's compilation options."""
+    """Convert the Trainer's argument `compile` to the compilation options of its Accelerator."""
     if isinstance(given, bool):
         return TorchDynamoPlugin("inductor", disable=not given)
     if given == "blocks":
@@ -70,7 +70,7 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
 
 @contextmanager
 def compilations_watched(trainer: Trainer) -> Iterator[None]:
-    """Store compiled code of the body in the run's folder, and print a summary line at the end.
+    """Store compiled code in the run's folder during the `with` block, and print a summary of compilations.
 
     Does nothing if nothing is compiled.
     """
@@ -92,7 +92,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
-    """Set inductor's cache folder during the body, unless the user has set one."""
+    """Set inductor's cache folder for the `with` block, unless the user has chosen one."""
     is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
     if is_named or "://" in root:  # inductor writes local files
         yield
@@ -115,7 +115,7 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """Summarize compilations and graph breaks in one line."""
+    """Return one line that summarizes compilations and graph breaks, or an empty string if nothing was compiled."""
     # Also of backwards, and of code in which there was nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
@@ -138,7 +138,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _in_words(reason: str) -> str:
-    """Rephrase torch's reason for a graph break if it is a common one."""
+    """Return torch's reason for a recompilation in plain words, or unchanged if it is not a known one."""
     first = reason.strip().splitlines()[0]
     first = re.sub(r"^\d+/\d+: *", "", first)  # which of the compiled versions did not fit
     for pattern, words in _REASONS:
@@ -157,9 +157,9 @@ _BEFORE = "_before_compiling"
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the task inside the result of `torch.compile(task)`. Its forward and steps are compiled from then on.
+    """Return the task inside `torch.compile(task)`, with its forward and step methods compiled.
 
-    Logging is not part of the compiled code.
+    Logging is not part of the compiled code. Objects that are not a compiled task are returned unchanged.
     """
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
@@ -181,7 +181,7 @@ def is_compiled(task: Task) -> bool:
 
 
 def leave_compiled(task: Task) -> None:
-    """Restore a task's forward and steps as they were before compilation."""
+    """Undo `torch.compile(task)`: restore the task's own forward and step methods."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

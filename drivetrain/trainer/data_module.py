@@ -30,33 +30,33 @@ class DataHooks:
         """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Create datasets. Called on every process.
+        """Create the datasets for a stage. Called on every process, before the data loaders are created.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def teardown(self, stage: str) -> None:
-        """Clean up after a stage.
+        """Release what `setup` created. Called on every process when a stage ends, even after an error.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def train_dataloader(self) -> Any:
-        """Return the loader or loaders for training."""
+        """Return the training data loader, or a list or dict of loaders that are iterated in parallel."""
         raise _undefined("train_dataloader")
 
     def val_dataloader(self) -> Any:
-        """Return the loader or loaders for validation."""
+        """Return the validation data loader, or a list or dict of loaders that are evaluated one by one."""
         raise _undefined("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """Return the loader or loaders for testing."""
+        """Return the test data loader, or a list or dict of loaders that are evaluated one by one."""
         raise _undefined("test_dataloader")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader or loaders for prediction."""
+        """Return the prediction data loader, or a list or dict of loaders that are processed one by one."""
         raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -68,7 +68,7 @@ class DataHooks:
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to use in place of `batch` after it was moved to the device."""
+        """Return the batch to use in place of `batch`, for example to augment it on the device."""
         return batch
 
 
@@ -77,7 +77,9 @@ def _undefined(name: str) -> ConfigurationError:
 
 
 class DataModule(HoldsHyperParameters, DataHooks):
-    """Data loaders of a run, and the code that prepares their data. Override the hooks you need.
+    """Base class for the data of a run: its loaders, and the code that prepares them.
+
+    Override the hooks you need.
 
     Example:
         ```python
@@ -100,14 +102,14 @@ class DataModule(HoldsHyperParameters, DataHooks):
         return {**self.__dict__, "trainer": None}
 
     def on_exception(self, exception: BaseException) -> None:
-        """Run code when an exception ends the run, before it is raised again."""
+        """Handle an exception that ends the run, for example to close files. It is raised again afterwards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state to save with each checkpoint."""
+        """Return the data module's own state as a dict, which is saved in each checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned when the checkpoint was saved."""
+        """Restore the data module's own state from a checkpoint: the dict that `state_dict` returned."""
 
     @classmethod
     def from_datasets(
@@ -183,7 +185,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """Create loaders for datasets, in the same nested structure."""
+    """Create a `DataLoader` for each dataset, and return them nested in lists and dicts like the datasets."""
     if isinstance(datasets, Mapping):
         return {name: _loaders(each, batch_size, num_workers, shuffle) for name, each in datasets.items()}
     if isinstance(datasets, Sequence):

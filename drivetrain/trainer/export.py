@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class TaskFiles(HoldsHyperParameters, nn.Module):
-    """Methods of `Task` that load checkpoints and export the forward."""
+    """Base class of `Task` with the methods that load checkpoints and export the forward method."""
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
@@ -33,7 +33,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
+        """True if loading weights raises an error for missing and unexpected names. If False, it only warns."""
         found = self.__dict__.get("_strict_loading")
         return True if found is None else bool(found)
 
@@ -53,7 +53,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         instantiate: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Create a task from the hyper-parameters and weights in a checkpoint.
+        """Create a task from a checkpoint, with the saved hyper-parameters as its constructor arguments.
 
         Args:
             checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
@@ -120,7 +120,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
     # the forward in other tools' formats
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export the forward to ONNX.
+        """Export the task's `forward` method to an ONNX model.
 
         Args:
             file_path: The path or opened file to write to. None writes no file.
@@ -153,7 +153,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Export the forward to TorchScript.
+        """Convert the task to TorchScript, by compiling or tracing its `forward` method.
 
         Args:
             file_path: The path or fsspec URL to write to. None writes no file.
@@ -185,7 +185,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
     def to_exported_program(
         self, file_path: str | os.PathLike[str] | None = None, example_inputs: Any = None, **kwargs: Any
     ) -> ExportedProgram:
-        """Export the forward with `torch.export`.
+        """Export the task's `forward` method with `torch.export`.
 
         Args:
             file_path: The `.pt2` file to write to. None writes no file.
@@ -224,7 +224,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
 
 class Exporting:
-    """Context manager in which a task is in evaluation mode and has no Trainer.
+    """Context manager that sets a task to evaluation mode and detaches its Trainer during an export.
 
     Exporters read every attribute and cannot handle a Trainer, so `task.trainer` is replaced by a placeholder.
     """

@@ -22,7 +22,9 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let `save_hyperparameters` of one new object record these values instead of its arguments.
+    """Context manager in which `save_hyperparameters` records `values` for a new object, not its arguments.
+
+    A command line uses it, so that a checkpoint stores the configuration instead of objects that cannot be saved.
 
     Args:
         kind: The object's class. Objects of other classes record their own arguments.
@@ -36,13 +38,13 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """Return the hyper-parameters that replace an object's constructor arguments, or None."""
+    """Return the values that `save_hyperparameters` must record in place of an object's arguments, or None."""
     given = _given.get()
     return given[1] if given is not None and type(owner) is given[0] else None
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Find a class or an already imported subclass by its import path. Returns None if there is none.
+    """Return a class or its subclass that has the given import path, without importing anything, or None.
 
     Args:
         kind: The class.

@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
-    """Return True if `owner` has its own version of a method of `base`. An attribute set to None does not count."""
+    """Return True if an object or its class replaces a method of `base`. An attribute set to None does not count."""
     if name in getattr(owner, "__dict__", {}):
         return owner.__dict__[name] is not None
     own = getattr(type(owner), name, None)
@@ -29,7 +29,7 @@ def is_overridden(owner: Any, base: type, name: str) -> bool:
 
 
 def is_redefined(owner: Any, base: type, name: str) -> bool:
-    """Return True if a method of `owner` differs from that of `base`, ignoring decorators."""
+    """Return True if an object replaces a method of `base` by another function, not just by a decorated one."""
     if not is_overridden(owner, base, name):
         return False
     inner = inspect.unwrap(getattr(owner, name))
@@ -37,9 +37,9 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
 
 
 class Hooks:
-    """Overridden hooks of a run's callbacks and task, by name.
+    """Lookup of the hooks that the callbacks and the task of a run override.
 
-    Callbacks are called before the task. `find_late` describes the exception.
+    Callbacks are called before the task, except for callbacks that set `runs_last_at_epoch_end`.
     """
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
@@ -50,14 +50,14 @@ class Hooks:
         self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
-        """Return the overridden hooks of this name in calling order. Each takes only the hook's own arguments."""
+        """Return the overridden hooks with this name, callbacks first. The Trainer and the task are already bound."""
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self._collect(name)
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return the overridden hooks for evaluation batches, to be called without the loader's index.
+        """Return the overridden hooks of an evaluation batch, with the data loader's index bound if needed.
 
         The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
@@ -68,16 +68,19 @@ class Hooks:
         return self._of_batches[key]
 
     def call(self, name: str, *args: Any) -> None:
-        """Call all overridden hooks of this name."""
+        """Call all overridden hooks with this name, callbacks first, with the given arguments."""
         for hook in self.find(name):
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the hooks of callbacks that do not set `runs_last_at_epoch_end`, followed by the task's hook."""
+        """Return the overridden hooks that are called first.
+
+        These are the hooks of callbacks without `runs_last_at_epoch_end`, followed by the task's hook.
+        """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the hooks of callbacks that set `runs_last_at_epoch_end`, which read values that other hooks log."""
+        """Return the overridden hooks of callbacks with `runs_last_at_epoch_end`, which read values logged before."""
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
@@ -109,14 +112,13 @@ class Hooks:
 
 
 def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:
-    """Return a batch hook that takes `count` arguments and adds the loader's index if the hook needs it."""
     if dataloader_idx is None:
         return hook if _takes(hook, count) else lambda *given: hook(*given, 0)
     return (lambda *given: hook(*given, dataloader_idx)) if _takes(hook, count + 1) else hook
 
 
 def _takes(hook: Hook, count: int) -> bool:
-    """Return True if a hook can be called with this many positional arguments."""
+    """Return True if a hook accepts `count` positional arguments."""
     try:
         inspect.signature(hook).bind(*(None,) * count)
     except TypeError:
@@ -127,7 +129,10 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Set the task's `log` and `log_dict` on a callback as `self.log`, unless it has such methods."""
+    """Give a callback the methods `log` and `log_dict` of the task for the run. A task of None removes them.
+
+    A callback that defines such methods itself keeps them.
+    """
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)
@@ -152,7 +157,7 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call all hooks even if some raise. Logs the errors and returns them."""
+    """Call all hooks, even if some raise. Log their errors and return them."""
     errors: list[BaseException] = []
     for hook in hooks:
         try:
@@ -164,7 +169,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return a hook of the data module, the callbacks and the task, in this order, ready to call."""
+    """Return the hook `name` of the data module, of each callback and of the task, with its arguments bound."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
@@ -177,7 +182,7 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 
 
 def _of_stage(hook: Hook, stage: str) -> Hook:
-    """Return a hook with the stage bound, as the keyword `stage` if the hook has it, else by position."""
+    """Bind the stage to a `setup` or `teardown` hook, by keyword if the hook has a parameter `stage`."""
     try:
         inspect.signature(hook).bind(stage=stage)
     except (TypeError, ValueError):

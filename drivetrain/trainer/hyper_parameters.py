@@ -44,7 +44,11 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Return the arguments of the outermost `__init__` call of `owner` on the call stack of `frame`."""
+    """Return the arguments of an object's running constructors, read from the call stack.
+
+    If constructors of a class and its base class have an argument of the same name, the value of the derived class is
+    returned.
+    """
     found: dict[str, Any] = {}
     for constructor in _constructor_frames(frame, owner):
         found.update(_arguments_in(constructor))
@@ -52,7 +56,11 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the outermost constructor, or None if they equal those of its base classes."""
+    """Return the arguments of the most derived constructor, or None if no base class calls are nested in it.
+
+    None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
+    that a derived class does not pass on to its base class.
+    """
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
     if len(frames) < 2 or (varargs and values.get(varargs)):
@@ -69,7 +77,7 @@ def _arguments_in(frame: FrameType) -> dict[str, Any]:
 
 
 def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
-    """Yield the stack frames of an object's constructors, from the innermost outwards."""
+    """Yield the stack frames of an object's running `__init__` methods, the innermost first."""
     current: FrameType | None = frame
     while current is not None:
         first = current.f_code.co_varnames[:1]
@@ -86,7 +94,11 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
 def select_hyper_parameters(
     names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
 ) -> dict[str, Any]:
-    """Return the values that `save_hyperparameters(*names)` selects from the constructor's arguments."""
+    """Return the constructor arguments that `save_hyperparameters(*names, ignore=...)` records.
+
+    Raises:
+        ValueError: A name is not an argument of the constructor.
+    """
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
         given = names[0]
@@ -111,7 +123,7 @@ def select_hyper_parameters(
 
 
 def _is_module(name: str, value: Any) -> bool:
-    """Return True, and warn, if a value is a module, which cannot be a hyper-parameter."""
+    """Return True if a value is a module. Also warn that `save_hyperparameters` does not record modules."""
     if not isinstance(value, nn.Module):
         return False
     logger.warning(
@@ -144,7 +156,11 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """Return the saved hyper-parameters that are arguments of a class's constructor."""
+    """Return the saved hyper-parameters that a class's constructor accepts as arguments.
+
+    If the constructor has an argument called `name`, and no hyper-parameter has this name, all hyper-parameters are
+    returned as this one argument. This restores objects that called `save_hyperparameters(config)`.
+    """
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     takes_all = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     if name is not None and name in parameters and name not in (*saved, *takes_all):
@@ -159,7 +175,11 @@ def made_of(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create an object of a class from saved hyper-parameters."""
+    """Create a task or data module from its saved hyper-parameters.
+
+    `overrides` replace saved values. Hyper-parameters of a command line may describe objects to create, which requires
+    `instantiate=True`.
+    """
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
         return kind.construct_with({**arguments_for(kind, saved, name), **overrides})
@@ -176,12 +196,12 @@ def made_of(
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove modules from hyper-parameters. A checkpoint stores their weights already."""
+    """Return a copy of the hyper-parameters without modules, whose weights a checkpoint stores anyway."""
     return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value is a number, a string, None, or a list or dict of such values."""
+    """Return True if a value is a number, a string, None, or a list, tuple or dict of such values."""
     if isinstance(value, Mapping):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list | tuple):
@@ -193,9 +213,13 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Convert hyper-parameters to values that a checkpoint can store, keeping their types.
+    """Convert hyper-parameters to types that a checkpoint can store, such as numbers, strings and dicts.
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
+    With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
+
+    Raises:
+        CheckpointError: A value cannot be stored.
     """
     changed: list[str] = []
     found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
@@ -241,7 +265,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Return the plain content of an enum, dataclass, namespace, pydantic model or mapping, else None."""
+    """Convert an enum, dataclass, namespace, pydantic model or container to built-in types, else return None."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -258,11 +282,14 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Base class that records constructor arguments as hyper-parameters, even before its own constructor has run."""
+    """Base class of tasks and data modules that records constructor arguments in `hparams`.
+
+    `save_hyperparameters` may be called before `super().__init__()`.
+    """
 
     @classmethod
     def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
-        """Create an object when a checkpoint is loaded. Override it to change how.
+        """Create the object that `load_from_checkpoint` returns. Override it to change how it is created.
 
         Args:
             arguments: The saved hyper-parameters that the constructor accepts, and the arguments of
@@ -271,7 +298,7 @@ class HoldsHyperParameters:
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add arguments to `hparams`. Modules are left out with a warning.
+        """Add the arguments that `save_hyperparameters` selected to `hparams`. Warn about modules and skip them.
 
         Args:
             chosen: The arguments that `save_hyperparameters` selected.
@@ -280,18 +307,18 @@ class HoldsHyperParameters:
 
     @property
     def hparams(self) -> HyperParameters:
-        """The hyper-parameters that `save_hyperparameters` recorded."""
+        """The hyper-parameters that `save_hyperparameters` recorded, as a dict with attribute access."""
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """A copy of the hyper-parameters as they were when they were recorded."""
+        """A copy of the hyper-parameters as `save_hyperparameters` recorded them, without later changes."""
         return HyperParameters(self.__dict__.get("_hparams_initial", {}))
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Record the constructor's arguments for trackers and checkpoints. Call it in `__init__`.
+        """Record the constructor's arguments in `hparams`, for trackers and checkpoints. Call it in `__init__`.
 
         It may be called before `super().__init__()`, in a dataclass's `__post_init__`, and by a class and its base
         classes. Names that one of them ignores are removed. Modules are left out with a warning.
@@ -329,11 +356,12 @@ class HoldsHyperParameters:
 def hyper_parameters_to_save(
     owner: HoldsHyperParameters | None, keeps_objects: bool, without_secrets: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return the checkpoint entries for a task's or data module's hyper-parameters, without modules and secrets.
+    """Return the checkpoint entries that store the hyper-parameters of a task or data module.
 
-    `hparams_constructor` is None unless a derived class passes other arguments to its base. Then it lists the derived
-    constructor's argument names, and the values that differ from the hyper-parameters of the same names. Plain
-    arguments that are not hyper-parameters are included.
+    Modules are left out, and `without_secrets` removes secrets. The entry `hparams_constructor` is None unless a
+    derived class passes other arguments to its base class. Then it lists the derived constructor's argument names, and
+    the values that differ from the hyper-parameters of the same names. Plain arguments that are not hyper-parameters
+    are included.
     """
     if owner is None:
         return {"hyper_parameters": {}, "hparams_name": None, "hparams_constructor": None}
@@ -368,7 +396,11 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create an object from the hyper-parameters in a checkpoint."""
+    """Create a task or data module from the hyper-parameters in a checkpoint, or in `hparams_file` if given.
+
+    `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
+    `overrides` are constructor arguments that replace saved ones.
+    """
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     constructor = driver.get(entry.replace("hyper_parameters", "hparams_constructor"))
@@ -418,9 +450,10 @@ ENTRIES = (
 
 @contextmanager
 def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Present a checkpoint as one dict with the keys that `on_save_checkpoint` and `on_load_checkpoint` expect.
+    """Yield a checkpoint as one dict, in the layout that checkpoint hooks of tasks and callbacks expect.
 
-    Changes that hooks make are written back to the engine's part and the Trainer's entries.
+    The hooks are `on_save_checkpoint` and `on_load_checkpoint`. After the `with` block, changes that hooks made are
+    written back to the engine's part and the Trainer's entries.
     """
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
@@ -439,5 +472,8 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return a data module's state in a checkpoint. A `.ckpt` file stores it under the name of its class."""
+    """Return a data module's saved state from a checkpoint's entries, or None if there is none.
+
+    A `.ckpt` file stores the state under the name of the data module's class.
+    """
     return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)

@@ -15,12 +15,13 @@ from drivetrain.trainer.task import Task
 
 
 class MegatronTask(Task):
-    """A task whose model is built from megatron-core's layers; `strategy=Megatron(...)` runs it.
+    """Task whose model is built from megatron-core's layers and runs with `strategy=Megatron(...)`.
 
-    Override `transformer_config`, `model_provider` and `configure_optimizers`; `forward_step` and `loss_func` as they
-    are take the batches of a language model: dicts of `tokens` and `labels`, each of rows and positions, with
-    `loss_mask`, `position_ids` and `attention_mask` where they are not the usual ones. All have the signatures of
-    Megatron-LM's `pretrain`, so what was written for that can be moved here.
+    Override `transformer_config`, `model_provider` and `configure_optimizers`. All methods have the signatures of
+    Megatron-LM's `pretrain`, so that code for it can be reused.
+
+    By default, `forward_step` and `loss_func` expect the batches of a language model. These are dicts with `tokens` and
+    `labels` of shape (rows, positions), and optionally `loss_mask`, `position_ids` and `attention_mask`.
 
     Attributes:
         chunks: The parts of the model that this process holds.
@@ -54,7 +55,10 @@ class MegatronTask(Task):
     # what a task gives
 
     def transformer_config(self) -> Any:
-        """Return the model's `TransformerConfig`. The strategy sets parallel sizes and dtypes in it."""
+        """Return megatron-core's configuration of the model, without parallel sizes and dtypes.
+
+        The strategy sets parallel sizes and dtypes in the returned `TransformerConfig`.
+        """
         raise ConfigurationError(
             f"{type(self).__name__} has no transformer_config; override it, such as with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
@@ -63,13 +67,13 @@ class MegatronTask(Task):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Build one part of the model.
+        """Build the part of the model that belongs to one pipeline stage.
 
         Args:
-            pre_process: Whether it has the embeddings.
-            post_process: Whether it computes the output.
-            vp_stage: Which of the parts of this process it is, where stages are interleaved.
-            config: What `transformer_config` returned, filled in.
+            pre_process: True if this part contains the embeddings.
+            post_process: True if this part computes the output.
+            vp_stage: The index of the part on this process with interleaved pipeline stages, else None.
+            config: The result of `transformer_config`, completed by the strategy.
 
         Returns:
             A model of megatron-core, such as a `GPTModel`.
@@ -81,7 +85,7 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one model chunk on the next batch.
+        """Run one part of the model (chunk) on the next micro-batch.
 
         Args:
             data_iterator: Iterator that returns the batch.
@@ -96,7 +100,7 @@ class MegatronTask(Task):
         return output, partial(self.loss_func, batch.get("loss_mask"))
 
     def loss_func(self, loss_mask: Tensor | None, output_tensor: Tensor) -> Any:
-        """Compute the loss of a batch.
+        """Compute the loss of a batch from the loss of each position.
 
         Args:
             loss_mask: The weight of each position, of shape (rows, positions). None means 1.
@@ -123,14 +127,15 @@ class MegatronTask(Task):
     # what runs it
 
     def configure_model(self) -> None:
-        """Create the model chunks of this process."""
         if self.chunks:
             return
         self.__dict__["chunks"] = chunks = self._megatron().build(self)
         self.model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
     def run_model(self, batch: Any) -> tuple[Tensor, Any]:
-        """Run the model on a batch within a step. Only the process with the last stage returns.
+        """Run the whole model on a batch, within `training_step` or another step.
+
+        Only the process with the last pipeline stage continues after this call. On other processes, the step ends here.
 
         Args:
             batch: A batch of the loader.
@@ -141,7 +146,7 @@ class MegatronTask(Task):
         return self._megatron().run(self, batch)
 
     def log_loss(self, batch: Any, prefix: str = "") -> Any:
-        """Run the model on a batch within a step, and log the values of the loss function.
+        """Run the model on a batch within a step, log the values of `loss_func`, and return the loss.
 
         Args:
             batch: A batch of the loader.

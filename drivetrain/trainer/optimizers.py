@@ -75,7 +75,7 @@ class SchedulerConfig:
             )
 
     def _read_frequency(self, given: str | Duration) -> None:
-        """Convert a duration to an interval and a frequency."""
+        """Set `interval` and `frequency` from a duration, such as `"2 epochs"`."""
         frequency = interval_of(given, "frequency")
         if isinstance(frequency, Duration) and frequency.unit is Unit.SECONDS:
             raise ConfigurationError(
@@ -93,7 +93,11 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the optimizers' names in the result of `configure_optimizers`, or an empty tuple if it has none."""
+    """Return the names of optimizers that `configure_optimizers` returned in a dict, else an empty tuple.
+
+    Raises:
+        ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
+    """
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
     kinds = [
@@ -123,7 +127,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Parse the result of `configure_optimizers` into optimizers and scheduler configurations.
+    """Split the result of `configure_optimizers` into a list of optimizers and a list of scheduler settings.
 
     Args:
         configured: The result.
@@ -210,7 +214,7 @@ SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.ini
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Parse one scheduler entry of the result of `configure_optimizers`."""
+    """Create a `SchedulerConfig` from a scheduler, or from the dict that describes it in `configure_optimizers`."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
@@ -261,7 +265,10 @@ def _describe(value: Any) -> str:
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Start counting for schedulers whose interval is in samples, tokens or fractions. Called when training starts."""
+    """Start the counters of schedulers that step after a number of samples, tokens or a share of the run.
+
+    Called when training starts.
+    """
     for config in trainer.lr_scheduler_configs:
         every: Any = config.frequency
         is_counted = isinstance(every, Duration)
@@ -269,7 +276,10 @@ def begin_schedules(trainer: Trainer) -> None:
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers with the interval `"step"`. Called only after a step that was not skipped."""
+    """Step the learning-rate schedulers with `interval="step"` that are due after an optimizer step.
+
+    Not called after a skipped optimizer step.
+    """
     step = trainer.global_step
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
@@ -279,7 +289,10 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers with the interval `"epoch"`."""
+    """Step the learning-rate schedulers with `interval="epoch"` that are due after the current epoch.
+
+    `plateau` selects either schedulers that monitor a value or all others.
+    """
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # who optimizes by hand steps schedulers by hand
     epoch = trainer.current_epoch + 1
@@ -289,7 +302,10 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the epoch schedulers that monitor no value, once per epoch after its last batch."""
+    """Step the epoch schedulers that monitor no value, after the last batch of an epoch.
+
+    The progress records this, so that a run resumed at this point does not step them twice.
+    """
     if trainer.progress.phase < Phase.SCHEDULED:
         trainer.progress.phase = Phase.SCHEDULED
         step_epoch_schedulers(trainer, plateau=False)

@@ -90,7 +90,7 @@ class TrainerOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> TrainerOptions:
-        """Create the options from the Trainer's arguments."""
+        """Create the options from the constructor arguments of a Trainer, and check them."""
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
@@ -106,7 +106,7 @@ class TrainerOptions:
         return options._for_development(int(given["fast_dev_run"])) if given["fast_dev_run"] else options
 
     def _for_development(self, runs: int) -> TrainerOptions:
-        """Return the options limited to this many batches of each stage."""
+        """Return the options of a `fast_dev_run`, which runs only `runs` batches of each stage."""
         limits = dict.fromkeys(_LIMITS[:4], runs)
         return replace(
             self,
@@ -122,13 +122,13 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """True if the run has another limit than a number of epochs."""
+        """True if steps, samples, tokens or time limit the run, so that it needs no maximum of epochs."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
     @property
     def is_quiet(self) -> bool:
-        """True if the run writes no trackers and no checkpoints."""
+        """True if the run writes neither to trackers nor checkpoints: `fast_dev_run` or `barebones`."""
         return bool(self.fast_dev_run) or self.barebones
 
 
@@ -147,7 +147,7 @@ _COUNTS = {
 
 
 class Option(Generic[T]):
-    """Descriptor for an attribute of the Trainer that is an option. Assigned values are checked."""
+    """Descriptor that makes an option an attribute of the Trainer and checks assigned values."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -167,7 +167,7 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """The Trainer's options as attributes."""
+    """Attributes of the Trainer that read and change its options, such as `trainer.max_epochs`."""
 
     options: TrainerOptions
 
@@ -201,12 +201,15 @@ class OptionAttributes:
 
     @property
     def validates_whole_epochs(self) -> bool:
-        """True if `fit` validates at epoch ends. An interval of 1.0 means an epoch, and 1 means every batch."""
+        """True if `fit` validates only at the end of epochs.
+
+        A `val_check_interval` of 1.0 means an epoch, and 1 means every batch.
+        """
         interval = self.val_check_interval
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change several options. Each is checked and takes effect immediately.
+        """Change one or several options of the Trainer. New values are checked and take effect immediately.
 
         Args:
             **changed: New values by option name.
@@ -249,7 +252,9 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options with durations to the options that count in the duration's unit.
+    """Move each duration to the option that counts in its unit, such as `max_steps` for `"500 steps"`.
+
+    Returns a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
 
     `max_duration` keeps only samples and tokens, which no other option counts.
     """
@@ -286,7 +291,7 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Store a validation interval under the option that counts in its unit."""
+    """Set `val_check_interval` or `check_val_every_n_epoch` from a duration, depending on its unit."""
     assert interval is not None
     if not interval.amount:
         raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")

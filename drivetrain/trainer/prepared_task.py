@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """Task of a Trainer's run: setup, placement and teardown.
+    """Task of a Trainer's run, with its data module, prepared model, optimizers and hooks.
 
     Attributes:
         trainer: The Trainer.
@@ -73,7 +73,7 @@ class TaskRun:
     # before and after
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
-        """Attach a task to the Trainer for a run."""
+        """Connect a task and its data to the Trainer when a run begins, and reset the values of the last run."""
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
@@ -88,11 +88,11 @@ class TaskRun:
         self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
-        """Store the task and data module of a verb, for later verbs that are given none."""
+        """Store a task and data module, for example for a later `validate` that is called without a task."""
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
-        """Find the hooks, prepare the data, and call all `setup` hooks."""
+        """Find the overridden hooks, prepare the data on one process per machine, and call all `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
         trainer.adopt_callbacks(task.configure_callbacks())
@@ -112,7 +112,10 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Use only these callbacks and the task for hooks in the body, and step no schedulers."""
+        """Call only hooks of these callbacks and the task in the `with` block, and step no schedulers.
+
+        Searches use this for their trial steps.
+        """
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
@@ -123,7 +126,7 @@ class TaskRun:
             self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers = before
 
     def tear_down(self, task: Task, stage: Stage) -> None:
-        """Call all `teardown` hooks, and release the engine's objects and the loaders."""
+        """End a run: call all `teardown` hooks, end the trackers' runs, and release the data loaders."""
         trainer, engine = self.trainer, self.trainer.accelerator
         trainer.logged.enter(NOWHERE)
         engine.optimizer_step.drive(StepHooks())
@@ -163,7 +166,7 @@ class TaskRun:
     # on the hardware
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Call the task's `configure_optimizers`. Returns the optimizers to pass to `place`."""
+        """Call the task's `configure_optimizers`, and return its optimizers. Schedulers are stored."""
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
@@ -185,7 +188,10 @@ class TaskRun:
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
-        """Prepare the task with its optimizers and schedulers, replacing those of an earlier `fit`."""
+        """Prepare the task, its optimizers and schedulers for training, and return the prepared model.
+
+        They replace those of an earlier `fit`.
+        """
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
         for known in before:
@@ -202,7 +208,7 @@ class TaskRun:
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
-        """Prepare the task without optimizers, unless `fit` has already prepared it."""
+        """Prepare the task without optimizers, unless `fit` has prepared it, and return the prepared model."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         if self.model is None or strategy.unwrap(self.model) is not task:
             with engine.precision.init_context(), strategy.init_context():

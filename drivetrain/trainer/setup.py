@@ -55,7 +55,10 @@ def make_accelerator(
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
-    """Return the given Accelerator, or create one after starting missing processes."""
+    """Create the Trainer's Accelerator, or return the given one. Start missing processes first.
+
+    If the script runs without a launcher and needs several processes, it is restarted under one.
+    """
     if isinstance(accelerator, Accelerator):
         changed = [
             name
@@ -105,10 +108,9 @@ def make_accelerator(
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:
-    """Raise an error if `sync_batchnorm` is combined with another strategy than DDP from the launcher.
+    """Raise an error if `sync_batchnorm=True` meets a strategy other than DDP that the launcher selected.
 
-    Raises:
-        ConfigurationError: The launcher selects another strategy and the script selects none.
+    No error is raised if the script selects a strategy itself.
     """
     launched = Launched().strategy() if strategy == "auto" else None
     if launched is not None:
@@ -120,7 +122,9 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Return the options with the engine's number of micro-batches per step, if the Trainer was given none.
+    """Complete the Trainer's options with the number of micro-batches per step, and check them.
+
+    If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
 
     Args:
         accumulate: The Trainer's `accumulate_grad_batches`.
@@ -166,7 +170,10 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
-    """Parse `devices`. Returns the number of processes (`"auto"` or -1 for all), and the device indices or None."""
+    """Parse the argument `devices` into the number of processes and, if given, the indices of their devices.
+
+    The number is `"auto"` or -1 for all devices.
+    """
     if isinstance(devices, str) and "," in devices:
         numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
     elif isinstance(devices, list | tuple):
@@ -196,9 +203,10 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return strategy and number of processes for a Trainer whose verbs start their own processes.
+    """Return strategy and number of processes if `fit` and similar methods should start the processes.
 
-    The started processes, launched scripts and single-process runs use the inner strategy directly.
+    This is the case with `ddp_spawn` and `ddp_fork`. Started processes, launched scripts and runs with one process use
+    the inner strategy directly.
     """
     if environment.is_launched:
         if multiprocessing.parent_process() is None:
@@ -219,7 +227,7 @@ def _left_to_verbs(
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the kind of device and the number of processes requested on it."""
+    """Return the kind of device that the run uses, and the number of processes to run on it."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
@@ -278,10 +286,11 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 def make_trackers(
     given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """Return the requested trackers, or those of the engine, or else a `CSVLogger`.
+    """Create the experiment trackers from the Trainer's argument `logger`.
 
-    A trial run (`fast_dev_run`) gets a tracker that does nothing, so that hooks that use it still run. A barebones run
-    gets none. A raw loop over the engine logs to the same trackers, unless it has its own.
+    None uses the engine's trackers, or a `CSVLogger` if it has none. A trial run (`fast_dev_run`) gets a tracker that
+    does nothing, so that hooks that use it still run. A barebones run gets none. A raw loop over the engine logs to the
+    same trackers, unless it has its own.
     """
     found: list[Tracker]
     if options.is_quiet:
@@ -304,7 +313,7 @@ def make_callbacks(
     options: TrainerOptions,
     trackers: Sequence[Tracker],
 ) -> list[Callback]:
-    """Return the given and the default callbacks. Those that write checkpoints come last."""
+    """Return the callbacks of a Trainer: the given ones and the defaults. Those that save checkpoints come last."""
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
     progress_bar = False if options.barebones else arguments["enable_progress_bar"]
@@ -356,7 +365,7 @@ def make_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """Add a task's callbacks. They replace callbacks of the same class or of a base class."""
+    """Return the Trainer's callbacks with those of a task, which replace others of the same or a base class."""
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
@@ -365,7 +374,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Move callbacks that write checkpoints to the end, so that they save the final state of the others."""
+    """Return the callbacks with those that save checkpoints last, so that they save the others' final state."""
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
@@ -373,7 +382,7 @@ def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
 
 
 class WithoutValues(TorchFunctionMode):
-    """Torch function mode that skips the initialization functions of `torch.nn.init`."""
+    """Torch function mode in which the functions of `torch.nn.init` do nothing, to create modules faster."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -386,7 +395,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
-    """Create modules in the body with the run's device and dtype, or in the form that the strategy requires."""
+    """Create modules in the `with` block on the run's device and in its dtype, as the strategy requires."""
     strategy = trainer.strategy
     # The strategy comes last: one that shards has another device for parameters that it fills later.
     with (

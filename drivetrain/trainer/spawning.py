@@ -1,7 +1,7 @@
-"""Running a Trainer's verb in new processes, and returning the result to the Trainer that started them.
+"""Running `fit` and similar methods in new processes, and returning their result to the Trainer that was called.
 
-The new processes create a Trainer from the same arguments, restore its state, and run the verb. The starting Trainer
-then takes over the first process's state and weights.
+The new processes create a Trainer from the same arguments, restore its state, and run the method. The Trainer that was
+called then takes over the state and weights of the first process.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Message to each new process that runs a verb.
+    """Description of a method call, such as `fit`, and of its Trainer, for the processes that run it.
 
     Attributes:
         kind: The Trainer's class.
         made_with: Its positional and keyword arguments.
         options: Its current options.
         callbacks: Its callbacks.
-        trackers: The state of its trackers. Empty before the first verb.
+        trackers: The state of its trackers. Empty before the first run.
         progress: The counters of its run.
         ending: The reason why its last `fit` ended.
         seed: The seed of the run, or None.
         random: The state of the random generators.
         task: The task.
-        datamodule: The data module of the last verb, or None.
-        is_given: True if the task was passed to the verb, False if it is that of the previous verb.
-        stage: The stage of the verb.
-        given: The other arguments of the verb.
+        datamodule: The data module of the last run, or None.
+        is_given: True if the task was passed to the method, False if it is that of the previous run.
+        stage: The stage of the method.
+        given: The other arguments of the method.
     """
 
     kind: type[Trainer]
@@ -77,7 +77,7 @@ class SpawnedVerb:
     given: dict[str, Any]
 
     def run(self) -> Outcome | None:
-        """Run the verb with a new Trainer in this process. Returns the outcome in the first process, else None."""
+        """Call the described method on a new Trainer in this process. Return its outcome on rank 0, else None."""
         forget_process()  # what was inherited by a fork, or made by the script on its way here
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
@@ -107,10 +107,10 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """Result of a verb in its first process.
+    """Result of a Trainer's method, such as `fit`, and the final state of the first process that ran it.
 
     Attributes:
-        result: The verb's return value.
+        result: The method's return value.
         left: The exception with which a signal ended the run in an orderly way, or None.
         weights: The task's state dict.
         callbacks: The callbacks' states, by key.
@@ -122,7 +122,7 @@ class Outcome:
         written: The values that trackers received.
         is_finite: True if all values and weights were finite.
         lengths: The numbers of batches.
-        checkpoint_path: The checkpoint that the verb loaded, or None.
+        checkpoint_path: The checkpoint that was loaded, or None.
         timing: How `fit` spent its time.
         random: The state of the random generators.
     """
@@ -145,7 +145,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Create the outcome of a verb from the Trainer that ran it."""
+        """Create the outcome from the Trainer that ran, with tensors copied to the CPU."""
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -166,7 +166,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Copy the state of the processes' run to the Trainer that started them."""
+        """Load the final state of the finished processes into the Trainer that started them, and into its task."""
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
         task.load_state_dict(self.weights, strict=task.strict_loading)
@@ -193,7 +193,10 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a verb in new processes, and take over the first process's state. Returns the verb's result."""
+    """Call a Trainer's method, such as `fit`, in new processes, and return its result.
+
+    The Trainer then takes over the state and weights of the first process.
+    """
     stop_at_start_of_processes()
     spawning = trainer.spawning
     assert spawning is not None
@@ -253,7 +256,7 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Serialize the verb for the new processes."""
+    """Serialize the description for the new processes. Raise `ConfigurationError` if a part cannot be pickled."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)
@@ -268,7 +271,7 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """Return the parts of the message by name, for error messages."""
+    """Return the parts of the message by readable name, to tell the user which of them cannot be pickled."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
     callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}
@@ -283,14 +286,14 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
 
 
 def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
-    """Run a verb in a new process. Returns the pickled outcome in the first process, else empty bytes."""
+    """Run the described method in a started process. Return its outcome as bytes, pickled."""
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)
 
 
 def _on_host(value: Any) -> Any:
-    """Return a copy of nested values with detached CPU tensors."""
+    """Return nested lists and dicts with their tensors detached and moved to the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
