@@ -94,7 +94,7 @@ class TrainerStatus:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which places the model on devices and processes."""
+        """The strategy of the run, such as DDP, which distributes the model over devices and processes."""
         return self.accelerator.strategy
 
     @property
@@ -104,7 +104,7 @@ class TrainerStatus:
 
     @property
     def current_epoch(self) -> int:
-        """The number of finished epochs, which is the index of the current one."""
+        """The index of the current epoch, counted from 0. After training, the number of finished epochs."""
         return self.progress.epoch
 
     @property
@@ -119,7 +119,10 @@ class TrainerStatus:
 
     @property
     def timing(self) -> Timing:
-        """The time that this process spent on each activity in `fit`. Its `print` shows a table."""
+        """The time that this process spent in each part of `fit`, such as data loading, as a `Timing`.
+
+        Its method `print` shows a table.
+        """
         return self.accelerator.optimizer_step.timing
 
     # the task
@@ -136,19 +139,19 @@ class TrainerStatus:
 
     @property
     def model(self) -> nn.Module | None:
-        """The module that the strategy made of the task. Before placement, the task itself."""
+        """The model in the strategy's wrapper, such as DDP. Before the task is prepared, the task itself."""
         model, task = self.task_run.model, self.task_run.task
         return model if model is not None and self.strategy.unwrap(model) is task else task
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks that callbacks and the task override."""
+        """The hooks that the callbacks and the task of the current run override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
     @property
     def task_optimizers(self) -> list[PreparedOptimizer]:
-        """The prepared optimizers, as the task sees them."""
+        """The run's optimizers in the wrappers that `Accelerator.prepare` returned."""
         return self.task_run.optimizers
 
     @property
@@ -158,7 +161,7 @@ class TrainerStatus:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the run."""
+        """The run's optimizers, without the wrappers of `Accelerator.prepare`."""
         return [optimizer.optimizer for optimizer in self.task_optimizers]
 
     @property
@@ -181,20 +184,20 @@ class TrainerStatus:
 
     @property
     def local_dir(self) -> str:
-        """The local directory for files of callbacks and profilers: `log_dir`, or `.` if that is a URL."""
+        """The local directory for output files: `log_dir`, or the working directory if `log_dir` is a URL."""
         return self.log_dir if "://" not in self.log_dir else "."
 
     # processes
 
     @property
     def spawning(self) -> StartsProcesses | None:
-        """The strategy that starts processes for each verb, or None if this process runs verbs itself."""
+        """The strategy, if `fit` and similar methods start their own processes (`ddp_spawn`, `ddp_fork`), else None."""
         strategy = self.accelerator.strategy
         return strategy if isinstance(strategy, StartsProcesses) else None
 
     @property
     def world_size(self) -> int:
-        """The number of processes. If each verb starts processes, their number."""
+        """The number of processes of the run, including those that `fit` will start with `ddp_spawn`."""
         spawning = self.spawning
         return self.accelerator.num_processes if spawning is None else spawning.num_processes
 
@@ -213,7 +216,7 @@ class TrainerStatus:
 
     @property
     def global_rank(self) -> int:
-        """The global rank of this process."""
+        """The rank of this process among all processes of the run."""
         return self.accelerator.process_index
 
     @property
@@ -223,12 +226,12 @@ class TrainerStatus:
 
     @property
     def is_global_zero(self) -> bool:
-        """True on rank 0."""
+        """True if this process has rank 0."""
         return self.accelerator.is_main_process
 
     @property
     def checkpoint_format(self) -> checkpoint.CheckpointFormat:
-        """The format in which checkpoints are saved. The default is a directory. Override it to use another format."""
+        """The format in which checkpoints are saved, by default a directory. Override it to use another format."""
         return DIRECTORIES
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -245,7 +248,7 @@ class TrainerStatus:
 
     @property
     def callback_metrics(self) -> dict[str, Value]:
-        """The latest logged values by name, as lazy values: those of the last step and of the last epoch."""
+        """The latest logged values by name, as tensors: the values of the last step and of the last epoch."""
         values = self.logged.callback_values()
         return {
             name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
@@ -254,7 +257,7 @@ class TrainerStatus:
 
     @property
     def progress_bar_metrics(self) -> dict[str, Value]:
-        """The values that the progress bar shows, by name, as lazy values."""
+        """The values that the progress bar shows, by name, as numbers or tensors."""
         return self.logged.bar_values()
 
     @property
@@ -297,22 +300,22 @@ class TrainerStatus:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The loader or loaders of the last validation."""
+        """The validation loader or loaders of the last validation, or None before they are created."""
         return self.current.loaders.get(Stage.VALIDATE)
 
     @property
     def test_dataloaders(self) -> Any:
-        """The loader or loaders of the last `test`."""
+        """The test loader or loaders of the last `test`, or None before they are created."""
         return self.current.loaders.get(Stage.TEST)
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader or loaders of the last `predict`."""
+        """The prediction loader or loaders of the last `predict`, or None before they are created."""
         return self.current.loaders.get(Stage.PREDICT)
 
     @property
     def is_finite(self) -> bool:
-        """True if all logged training values, and the weights at epoch ends, are finite."""
+        """True if training has logged no NaN or infinity, and no weight was one at the end of an epoch."""
         return self.finiteness.is_finite
 
     # stages
@@ -329,12 +332,12 @@ class TrainerStatus:
 
     @property
     def batch(self) -> Any:
-        """The current batch."""
+        """The batch that is being processed, or None between batches."""
         return self.current.batch
 
     @property
     def batch_info(self) -> BatchInfo | None:
-        """Facts about the current batch from its loader, such as the number of real rows, or None."""
+        """The index and the number of rows of the current batch, and more facts about it. None between batches."""
         return self.current.batch_info
 
     @property
@@ -344,7 +347,7 @@ class TrainerStatus:
 
     @property
     def validating(self) -> bool:
-        """True during a validation in `fit` or `validate`, but not during the sanity check."""
+        """True during `validate` and the validation in `fit`, but not during the sanity check."""
         return self.stage is Stage.VALIDATE and not self.sanity_checking
 
     @property
@@ -359,12 +362,12 @@ class TrainerStatus:
 
     @property
     def validates(self) -> bool:
-        """True if the run has validation data and a `validation_step`."""
+        """True if the current `fit` runs validation: there is validation data and a `validation_step`."""
         return self.loop is not None and self.loop.validates
 
     @property
     def validation_follows(self) -> bool:
-        """True if a validation follows the step that is being finished."""
+        """True if validation runs directly after the current training step."""
         return self.loop is not None and self.loop.validation_follows
 
     # the end
@@ -376,17 +379,17 @@ class TrainerStatus:
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C has ended, or is about to end, the last `fit`."""
+        """True if Ctrl-C has ended the last `fit`, or ends the running one after its current step."""
         return self.control.interrupted
 
     @property
     def preempted(self) -> bool:
-        """True if a preemption signal of the cluster has ended, or is about to end, the last `fit`."""
+        """True if a signal of the cluster (preemption) has ended the last `fit`, or is about to end the running one."""
         return self.control.preempted
 
     @property
     def rollback_requested(self) -> bool:
-        """True if the run returns to an earlier checkpoint after this step."""
+        """True if training returns to an earlier checkpoint after the current step."""
         return self.control.rollback_path is not None
 
     # callbacks
@@ -593,7 +596,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The learning-rate and batch-size searches of this Trainer, for callbacks that run them."""
+        """The learning-rate and batch-size searches of this Trainer, which `Tuner` and callbacks run."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
@@ -680,7 +683,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Set up a `fit`: place and restore everything, and call the setup hooks in order. Returns its loop."""
+        """Prepare a `fit`: set up the task, restore its checkpoint, and check everything. Return the training loop."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -733,7 +736,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the validation data. Every sample counts once over all processes.
+        """Evaluate a task on the validation data. Every sample counts exactly once, on any number of processes.
 
         Args:
             model: The task. None uses the task of the last `fit`.
@@ -762,7 +765,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the test data. Arguments and result are those of `validate`."""
+        """Evaluate a task on the test data. Arguments and result are the same as for `validate`."""
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
@@ -779,7 +782,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         weights_only: bool | None = None,
         gather: bool = True,
     ) -> list[Any]:
-        """Run `predict_step` on the prediction data. Every sample is predicted once over all processes.
+        """Run `predict_step` on the prediction data, for every sample exactly once, and return the results.
 
         Args:
             model: The task. None uses the task of the last `fit`.
@@ -803,14 +806,13 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
     def _spawned(self, stage: Stage, model: Task | None, *given: Any) -> Any:
-        """Run a verb in new processes. Returns the result of the first one."""
         from drivetrain.trainer.spawning import run_spawned  # here: few Trainers start processes
 
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Return the loader to prepare in place of a user's loader. Override it to check or replace loaders.
+        """Return the loader to use in place of a user's data loader. Override it to check or replace loaders.
 
         Args:
             loader: The user's loader. Several loaders are passed one by one.
@@ -832,7 +834,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return the part of a loader's data for this process, or None for the strategy's choice.
+        """Return the part of a loader's data that this process reads, or None to let the strategy decide.
 
         Args:
             loader: The loader.
@@ -841,7 +843,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return None if shares else DataShard()
 
     def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-        """Parse one scheduler entry of the result of `configure_optimizers`.
+        """Create a `SchedulerConfig` from one scheduler that `configure_optimizers` returned.
+
+        Override it to accept or check more formats.
 
         Args:
             given: The scheduler, or a dict with the scheduler and its step interval.
@@ -854,7 +858,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many steps to count for a window in which `training_step` skipped every batch. The default is 0.
+        """Return the number of steps to count if `training_step` skipped all micro-batches of an optimizer step.
+
+        The default is 0. Override it to count such steps.
 
         Args:
             window: The micro-batches.
@@ -862,7 +868,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return 0
 
     def make_fit_loop(self, *parts: Any) -> FitLoop:
-        """Create the training loop of a `fit`. Override it to use a subclass of `FitLoop`.
+        """Create the training loop that `fit` runs. Override it to use a subclass of `FitLoop`.
 
         Args:
             parts: The arguments of `FitLoop` after the Trainer.
@@ -870,7 +876,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return FitLoop(self, *parts)
 
     def adopt_callbacks(self, added: Any) -> None:
-        """Add a task's callbacks. They replace callbacks of the same class or of a base class.
+        """Add the callbacks of a task. They replace the Trainer's callbacks of the same class or of a base class.
 
         Args:
             added: One callback or several.
@@ -878,7 +884,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.callbacks = setup.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Send numbers to the trackers and to callbacks that monitor them. Call it on all processes.
+        """Send values to the experiment trackers and to callbacks that monitor them. Call it on all processes.
 
         Args:
             values: Numbers by name.
@@ -888,7 +894,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.tracker_log.write(values, self.global_step if step is None else step)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context manager in which new modules get the run's device and dtype.
+        """Return a context manager in which new modules are created on the run's device and in its dtype.
 
         Under a sharding strategy, parameters get their values later, during placement.
 
@@ -908,7 +914,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         block: bool = True,
         format: str | None = None,
     ) -> checkpoint.PendingSave:
-        """Save a checkpoint. Call it on all processes.
+        """Save the state of the run, or only its weights, as a checkpoint. All processes must call it.
 
         Args:
             filepath: The checkpoint's directory or URL. It appears only after it is complete.
@@ -946,7 +952,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of optimizer steps that `fit` will take, or infinity if unknown. Useful for schedules.
+        """The number of optimizer steps that `fit` will take, for learning-rate schedules. Infinity if unknown.
 
         Raises:
             ConfigurationError: No `fit` is running.
@@ -976,7 +982,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def should_stop(self) -> bool:
-        """True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
+        """True if `fit` ends after the current step. Set it to True to request that, as with `request_stop`."""
         return self.control.stop_requested
 
     @should_stop.setter
@@ -987,7 +993,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
     def request_stop(self, reason: str, asker: str = "") -> None:
-        """Request the end of `fit` after this step, on all processes, once `min_epochs` and `min_steps` are reached.
+        """End `fit` on all processes after the current step, once `min_epochs` and `min_steps` are reached.
 
         Args:
             reason: The source of the request and its reason, for the message at the end of the run.
@@ -996,9 +1002,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel a request to stop whose reason no longer holds, while `min_epochs` or `min_steps` is not reached.
+        """Cancel an earlier `request_stop`, while `min_epochs` or `min_steps` is not yet reached.
 
-        Call it on all processes. Requests of others remain. `trainer.should_stop = False` cancels all requests.
+        Used when the reason of the request no longer holds. Call it on all processes. Requests of others remain.
+        `trainer.should_stop = False` cancels all requests.
 
         Args:
             asker: The name that was passed to `request_stop`.
@@ -1006,7 +1013,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after this step, and skip some batches. Call it on all processes.
+        """Return to an earlier checkpoint after the current step, and continue from it. All processes must call it.
 
         Args:
             path: The checkpoint.
@@ -1015,7 +1022,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_rollback(path, skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Skip some of this process's training batches.
+        """Skip some of this process's training batches in the rest of the run, such as batches with bad data.
 
         Args:
             batches: The batches, as (epoch, batch index).

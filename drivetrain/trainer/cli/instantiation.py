@@ -36,7 +36,7 @@ def require_jsonargparse(owner: str) -> None:
 
 
 def is_of_jsonargparse(error: BaseException) -> bool:
-    """Return True if jsonargparse itself raised an error, not code that it called."""
+    """Return True if jsonargparse itself raised the error, rather than code that it called."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -47,7 +47,7 @@ M = TypeVar("M")
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Create an object from a configuration.
+    """Create an object from a configuration that names its class and constructor arguments.
 
     Args:
         args: The first constructor argument, or a tuple of several, which is not part of the configuration.
@@ -73,7 +73,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
-    """Create a task or data module from the hyper-parameters that a command line stored in a checkpoint.
+    """Create a task or data module from the hyper-parameters that a command line saved in a checkpoint.
 
     It imports the classes named in the hyper-parameters. It calls only subclasses of `class_type`, and subclasses of
     the annotated type of the constructor argument that receives them.
@@ -93,7 +93,10 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Create an object from the configuration in a checkpoint, with arguments that replace saved ones."""
+    """Create a task or data module from the configuration in its saved hyper-parameters.
+
+    `given` are constructor arguments that replace saved ones.
+    """
     require_jsonargparse("load_from_checkpoint")
     kind = _chosen_class(class_type, saved.get(CLASS_PATH), instantiate)
     config = {**saved, **given}
@@ -113,7 +116,7 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the annotated types of a constructor's arguments, with `Any` for missing or unresolvable ones.
+    """Return the annotated type of each constructor argument, or `Any` if it is missing or unresolvable.
 
     If the constructor has `**kwargs`, the arguments of its base constructor and an entry `**` are included.
     """
@@ -138,14 +141,14 @@ def argument_types(kind: type) -> dict[str, Any]:
 
 
 def names_an_object(value: Any) -> bool:
-    """Return True if a value is, or contains, the description of an object to create."""
+    """Return True if a value is or contains a dict with `class_path`, which describes an object to create."""
     if isinstance(value, Mapping):
         return "class_path" in value or any(map(names_an_object, value.values()))
     return isinstance(value, list | tuple) and any(map(names_an_object, value))
 
 
 def is_plain(hint: Any) -> bool:
-    """Return True if all values of a type are strings and numbers, so that none can name a class."""
+    """Return True if an annotation allows only plain values, such as strings and numbers, but no objects."""
     if hint is None or get_origin(hint) is Literal:
         return True
     arguments = [each for each in get_args(hint) if each is not Ellipsis]
@@ -164,7 +167,7 @@ _UNIONS = (Union, UnionType)
 
 
 def _container(hint: Any) -> Any:
-    """Return the container or union type of a generic type, or None for other generic types."""
+    """Return the container class or `Union` of a generic type, such as `list` for `list[int]`, or None."""
     origin = get_origin(hint)
     if origin in _UNIONS:
         return Union
@@ -173,7 +176,10 @@ def _container(hint: Any) -> Any:
 
 
 def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
-    """Return the class, or the subclass named in a file. Without `instantiate`, it must be imported already."""
+    """Return the class to create: `class_type`, or its subclass with the import path `path`.
+
+    Without `instantiate`, nothing is imported, and a class that is not yet imported raises an error.
+    """
     if path is None:
         return class_type
     if (loaded := loaded_subclass(class_type, str(path))) is not None:
@@ -188,7 +194,7 @@ def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
 
 
 def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
-    """Import a class by its path. Raises an error unless it is a subclass of one of the bases."""
+    """Import a class by its path. Raise `CheckpointError` unless it is a subclass of one of the bases."""
     module, _, last = str(path).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
@@ -205,7 +211,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Create a constructor argument from its value in a configuration."""
+    """Convert a value in a configuration to a constructor argument, and create the objects that it describes."""
     if not instantiate and names_an_object(value):
         raise CheckpointError(
             f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class would be imported and "
@@ -242,7 +248,7 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
 
 
 def _converted(hint: Any, value: Any, name: str) -> Any:
-    """Convert a value of strings and numbers to a type, such as a name to the member of an `Enum`."""
+    """Convert a plain value to the annotated type of an argument, such as a name to a member of an `Enum`."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False, default_env=False)
@@ -254,7 +260,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a value describes, or a factory for it if the argument is a callable."""
+    """Create the object that a dict with `class_path` describes, or a factory if the argument is a callable."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -270,7 +276,7 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(hint: Any, value: str, name: str) -> Any:
-    """Return a string, or raise an error if the argument's type excludes strings, so that it names an import."""
+    """Return a string argument unchanged. Raise `CheckpointError` if it would be used as an import path."""
     takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
@@ -281,7 +287,7 @@ def _named(hint: Any, value: str, name: str) -> Any:
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """Return the member types of a union, or the type itself."""
+    """Return the member types of a union as a list, or a list with the type itself."""
     if get_origin(hint) is Annotated:
         return _alternatives(get_args(hint)[0])
     if get_origin(hint) in _UNIONS:
@@ -290,7 +296,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """Return the classes that a type accepts, and the classes that its callables return.
+    """Return two lists: the classes that an annotation allows, and the classes that its callables return.
 
     With `names_only`, the first list contains all types that are not plain values, such as callables and types.
     """
@@ -306,12 +312,12 @@ def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type
 
 
 def _is_own_class(hint: Any) -> bool:
-    """Return True if a type is a class whose subclasses may be chosen, and not `object`."""
+    """Return True if an annotation is a class that a configuration may name, rather than a built-in type."""
     return isinstance(hint, type) and hint.__module__ not in ("builtins", "typing", "collections.abc")
 
 
 def _fields(hint: Any) -> dict[str, Any] | None:
-    """Return the field types of a dataclass or similar class, or None for other types."""
+    """Return the fields' types of a dataclass, pydantic or attrs class, by name, or None for other types."""
     if not isinstance(hint, type):
         return None
     is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")
@@ -319,13 +325,12 @@ def _fields(hint: Any) -> dict[str, Any] | None:
 
 
 def _shortened(value: Any) -> str:
-    """Return a value as short text for an error message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters in a configuration, with or without a class path around them."""
+    """Return the constructor arguments in a configuration, with its class path as one more entry."""
     if "class_path" not in configured:
         return dict(configured)
     own = {**(configured.get("init_args") or {}), **(configured.get("dict_kwargs") or {})}
@@ -335,7 +340,11 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Convert saved hyper-parameters to a configuration, without options that the command line sets."""
+    """Return a checkpoint's hyper-parameters that differ from the parsed options, as a configuration.
+
+    Raises:
+        CheckpointError: A value could name a class, which is not imported without the user's consent.
+    """
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)
@@ -364,7 +373,7 @@ def configuration_of(
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Return True if the parser keeps a value unchanged. It reads strings as YAML, or as names for other types."""
+    """Return True if the parser would keep a value unchanged, rather than read it as a name or as YAML."""
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):

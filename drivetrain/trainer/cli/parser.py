@@ -118,7 +118,7 @@ class TrainerArgumentParser(ArgumentParser):
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
 
     def add_config_option(self) -> None:
-        """Add the option `--config`, which reads a file."""
+        """Add the option `--config`, which reads further options from a YAML or JSON file."""
         self.add_argument(
             "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
         )
@@ -126,7 +126,7 @@ class TrainerArgumentParser(ArgumentParser):
     def add_class_args(
         self, kind: type | Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add options for the arguments of a constructor.
+        """Add options for the constructor arguments of a class, such as a Trainer, task or callback.
 
         A callback added here is part of every run.
 
@@ -157,7 +157,7 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "optimizer",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add options for the arguments of an optimizer.
+        """Add options that choose an optimizer and set its constructor arguments.
 
         Args:
             optimizer_class: The optimizer class, or a tuple of base classes whose subclasses an option chooses.
@@ -174,7 +174,7 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add options for the arguments of a learning-rate scheduler.
+        """Add options that choose a learning-rate scheduler and set its constructor arguments.
 
         Args:
             lr_scheduler_class: The scheduler class, or a tuple of base classes whose subclasses an option chooses.
@@ -199,10 +199,10 @@ class TrainerArgumentParser(ArgumentParser):
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing. With an option for each argument of a Trainer, the usage would hide the error message."""
+        """Print nothing. A list of all options of the Trainer would hide the error message below it."""
 
     def _guess(self, message: str) -> str:
-        """Return a hint with the closest option, class or key for an unknown one, or an empty string."""
+        """Return a suggestion for a misspelled option, class or key in an error message, or an empty string."""
         classes = _CLASS.search(message)
         if classes is not None:
             return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
@@ -217,7 +217,7 @@ class TrainerArgumentParser(ArgumentParser):
         return guess
 
     def _known(self) -> list[str]:
-        """Return the names of this parser's and its subcommands' options."""
+        """Return the names of all options of this parser and of its subcommands."""
         subcommands = self._subcommands_action.choices.values() if self._subcommands_action is not None else ()
         return [
             option.removeprefix("--")
@@ -238,7 +238,7 @@ if IS_INSTALLED:
 
 
 def load_named_classes() -> None:
-    """Import callbacks and profilers, so that options can name them without their modules."""
+    """Import all callbacks and profilers, so that options can choose them by class name alone."""
     for room in (callbacks, profilers):
         for name in room.__all__:
             getattr(room, name)
@@ -253,7 +253,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return a class, or the return type of a function that creates one."""
+    """Return the class itself, or the annotated return type if `kind` is a function."""
     if isinstance(kind, type):
         return kind
     try:

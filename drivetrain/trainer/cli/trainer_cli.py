@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that turns constructor arguments into a configuration with the class's path."""
+    """Return a function that converts constructor arguments to a configuration with the path of a class."""
 
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
@@ -58,7 +58,7 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """A `configure_optimizers` that creates the chosen optimizer and scheduler when a run begins.
+    """Replacement for a task's `configure_optimizers` that creates the optimizer of a configuration.
 
     Attributes:
         optimizer: The configuration of the optimizer.
@@ -81,7 +81,11 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the configuration of the optimizer or scheduler that the task receives, or None."""
+    """Return the configuration of the optimizer or scheduler to create for the task, or None.
+
+    Raises:
+        ConfigurationError: There is more than one for the task.
+    """
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
@@ -97,7 +101,7 @@ def chosen_configuration(
 
 
 def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
-    """Replace a task's `configure_optimizers` by the chosen optimizer."""
+    """Replace a task's `configure_optimizers`, and warn if the task has its own."""
     if type(task).configure_optimizers is not Task.configure_optimizers:
         warn(
             f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
@@ -107,7 +111,7 @@ def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str
 
 
 def _plain(init: Any) -> dict[str, Any]:
-    """Return a configuration as nested dicts."""
+    """Convert a parsed configuration to nested dicts."""
     values: dict[str, Any] = init.as_dict() if hasattr(init, "as_dict") else dict(init)
     return values
 
@@ -120,7 +124,7 @@ class ConfigExistsError(DrivetrainError, RuntimeError):
 
 
 class SaveConfigCallback(Callback):
-    """Callback that saves a run's configuration at its start. `fit --config FILE` repeats the run.
+    """Callback that saves the configuration of a run at its start. `fit --config FILE` repeats the run.
 
     `TrainerCLI` adds it. One process writes the file, and it appears only after it is complete.
 
@@ -178,7 +182,9 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Save the configuration to another destination. Called in one process, so it must not use collectives.
+        """Save the configuration to another destination, such as a tracker. Override it in a subclass.
+
+        It is called in one process only, so it must not use collectives.
 
         Args:
             trainer: The running Trainer.
@@ -187,7 +193,7 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the file in one process. All processes raise an error if it must not be written."""
+        """Write the file on rank 0, or raise `ConfigExistsError` on all ranks if the file must not be replaced."""
         path = Path(trainer.local_dir, self.config_filename)
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
         if broadcast_object_list(refused)[0]:
@@ -214,7 +220,7 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Creates the task or data module of a command line, with its configuration as hyper-parameters."""
+    """Factory of a command line's task or data module that records its configuration as hyper-parameters."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli
@@ -237,7 +243,7 @@ class ModuleInstantiator:
 
 
 def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path of keys, creating dicts on the way."""
+    """Set the value at a dotted path in nested dicts. Missing dicts are created."""
     *outer, last = path.split(".")
     for key in outer:
         if not isinstance(values.get(key), dict):
@@ -369,13 +375,13 @@ class TrainerCLI:
     # the parser
 
     def _split_parser_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split `parser_kwargs` into arguments of the main parser and of subcommands' parsers."""
+        """Split `parser_kwargs` into arguments of the main parser and arguments of each subcommand's parser."""
         names = self.subcommands()
         own = {name: value for name, value in self.parser_kwargs.items() if name not in names}
         return own, {name: value for name, value in self.parser_kwargs.items() if name in names}
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
-        """Create a parser.
+        """Create a parser with the option `--config`, for the main command or a subcommand.
 
         Args:
             **kwargs: The parser's arguments.
@@ -386,13 +392,13 @@ class TrainerCLI:
         return parser
 
     def version_line(self) -> str:
-        """Return the comment on the first line of a saved configuration."""
+        """Return the comment with the package's version that a saved configuration begins with."""
         return f"drivetrain=={package_version()}"
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Create the parser and the parsers of subcommands.
+        """Create the main parser and the parsers of the subcommands, with all options.
 
         Args:
             add_subcommands: True to add subcommands.
@@ -467,7 +473,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the Trainer's methods that are subcommands, each with the arguments that are not options."""
+        """Return the names of the subcommands, each with the method's arguments that are not options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -477,7 +483,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Link the configurations of optimizers and schedulers to the task's arguments that receive them.
+        """Pass the configurations of optimizers and schedulers to the task's arguments that `link_to` names.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -508,16 +514,16 @@ class TrainerCLI:
             self.config = parser.parse_object(args)
 
     def _own_parser(self) -> TrainerArgumentParser:
-        """Return the parser of the subcommand, or the main parser without subcommands."""
+        """Return the parser of the chosen subcommand, or the main parser if there are no subcommands."""
         return self.parser if self.subcommand is None else self._subparsers[self.subcommand]
 
     def _own(self, config: Namespace) -> Namespace:
-        """Return the subcommand's part of a configuration, or all of it without subcommands."""
+        """Return the part of a configuration for the chosen subcommand, or all of it without subcommands."""
         own: Namespace = config if self.subcommand is None else config[self.subcommand]
         return own
 
     def warn(self, message: str) -> None:
-        """Warn about something on the command line.
+        """Log a warning about the command line. Override it to show warnings differently.
 
         Args:
             message: The text of the warning.
@@ -525,13 +531,13 @@ class TrainerCLI:
         logger.warning(message)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Exit with an error's message, as for an invalid command line."""
+        """Exit with an error message, as the parser does for an invalid command line."""
         self._own_parser().error(str(error), error)
 
     # what was parsed
 
     def _take_checkpoint_hyper_parameters(self) -> None:
-        """Use the task's hyper-parameters from the checkpoint given by `--ckpt_path`."""
+        """Set the task's options to the hyper-parameters in the checkpoint given by `--ckpt_path`."""
         path = self._own(self.config).get("ckpt_path")
         if not path or not Path(path).exists():
             return
@@ -555,7 +561,7 @@ class TrainerCLI:
             raise
 
     def _seed(self) -> None:
-        """Seed all random generators, and store the seed in the configuration."""
+        """Seed all random generators as configured, and store the seed in the configuration."""
         config = self._own(self.config)
         given = config["seed_everything"]
         if given is not False:
@@ -578,7 +584,7 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Let the task and data module record their configuration as hyper-parameters."""
+        """Make the task and data module record their configuration as hyper-parameters when they are created."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (
@@ -609,10 +615,10 @@ class TrainerCLI:
             raise
 
     def after_instantiate_classes(self) -> None:
-        """Override this method to run code after task, data module and Trainer are created."""
+        """Override this method to run code after the task, data module and Trainer are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create a Trainer.
+        """Create the Trainer from its options and from the callbacks on the command line.
 
         Args:
             **kwargs: Arguments that replace configured ones.
@@ -623,7 +629,7 @@ class TrainerCLI:
         return self._instantiate_trainer(config, [own[key] for key in self._own_parser().callback_keys])
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Create a Trainer from its arguments and additional callbacks."""
+        """Create the Trainer from its arguments, the given callbacks and those that every run has."""
         always = self.trainer_defaults.get("callbacks")
         every = [*_listed(config.get("callbacks")), *callbacks, *map(_made, _listed(always))]
         if self.save_config_callback is not None and not config.get("fast_dev_run"):
@@ -641,7 +647,9 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result of the task's `configure_optimizers`. Override it to change how a scheduler is used.
+        """Return the result of the task's `configure_optimizers` for the chosen optimizer and scheduler.
+
+        Override it to change how a scheduler is used.
 
         Args:
             task: The task.
@@ -656,7 +664,7 @@ class TrainerCLI:
         return [optimizer], [lr_scheduler]
 
     def _configure_optimizers(self) -> None:
-        """Replace the task's optimizers by the chosen one."""
+        """Replace the task's `configure_optimizers` if an optimizer was chosen by an option."""
         parser, config = self._own_parser(), cast("Mapping[str, Any]", self._own(self.config))
         optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
@@ -667,7 +675,7 @@ class TrainerCLI:
     # running
 
     def _run_subcommand(self, name: str) -> None:
-        """Run a subcommand between its hooks."""
+        """Run a subcommand, and call the methods `before_<subcommand>` and `after_<subcommand>` if they exist."""
         before, after = getattr(self, f"before_{name}", None), getattr(self, f"after_{name}", None)
         run = getattr(self, name, None) or getattr(self.trainer, name)
         if callable(before):
@@ -694,12 +702,12 @@ def _first_line(component: Any) -> str:
 
 
 def _listed(given: Any) -> list[Any]:
-    """Return one or several values as a list."""
+    """Return one or several values as a list, which is empty for None."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _made(callback: Any) -> Any:
-    """Create a callback if it is given as a configuration."""
+    """Return a callback, or create it if it is given as a configuration."""
     return instantiate_class((), callback) if isinstance(callback, Mapping) else callback

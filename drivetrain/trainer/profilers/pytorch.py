@@ -154,7 +154,7 @@ class PyTorchProfiler(Profiler):
 
     @property
     def function_events(self) -> EventList | None:
-        """Recorded events of all traces, or None before the first recording."""
+        """Recorded events of all traces so far, or None before the first recording."""
         if not self._events:
             return None
         first = self._events[0]
@@ -170,7 +170,7 @@ class PyTorchProfiler(Profiler):
         return joined
 
     def _synchronisations(self, events: Any) -> Iterator[str]:
-        """Yield a line of the report for each action in which the CPU waited for a value from the device."""
+        """Yield a line of the report for each action in which the CPU waited for a tensor's value."""
         found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent
@@ -195,7 +195,7 @@ class PyTorchProfiler(Profiler):
     # Recording
 
     def _begin_step(self, kind: str) -> None:
-        """Advance the recording at the start of a step, such as "training_step"."""
+        """Begin or advance the recording at the start of a step, such as `"training_step"`."""
         if self._schedule is None:
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)
@@ -211,7 +211,7 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """Return the schedule, or one that records every step if an epoch has fewer steps than it needs."""
+        """Return the schedule for steps of a kind. If an epoch is too short for it, record every step and warn."""
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:
@@ -267,7 +267,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Show the forward of each module as a block in the traces of torch's profiler, during the `with` block."""
+    """Context manager that shows each module's forward as a named block in traces of `torch.profiler`."""
     handles = []
     for name, module in model.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):
@@ -295,13 +295,13 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 
 
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
-    """Return the number of steps until the schedule completes its first trace, or 0 if it never does."""
+    """Return the number of steps after which a schedule completes its first trace, or 0 if it never does."""
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)
 
 
 def _is_over(plan: Callable[[int], Any], step: int) -> bool:
-    """Return True if the schedule records nothing from this step on."""
+    """Return True if a schedule records nothing from `step` on."""
     idle = torch.profiler.ProfilerAction.NONE
     return all(plan(later) is idle for later in range(step, step + 10_000))
 

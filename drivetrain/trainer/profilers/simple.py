@@ -20,7 +20,7 @@ _COLUMNS = ("Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
 
 
 class SimpleProfiler(Profiler):
-    """Profiler that reports mean duration, number of calls and total time of each action.
+    """Profiler that reports the number of calls and the mean and total duration of each action.
 
     A nested action counts in its own total and in that of the outer one. `own_seconds` excludes nested actions. `fit`
     also prints a sentence at its end about the parts that took most of the time, such as waiting for data.
@@ -124,7 +124,7 @@ _OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
 def time_spent(
     timing: Timing, profiler: SimpleProfiler, samples: int | None, workers: int | None, processes_here: int = 1
 ) -> TimeSpent:
-    """Split the time of a `fit` into its parts, with callbacks and methods of the task listed by name."""
+    """Return how long each part of a `fit` took. Callbacks and methods of the task are listed by name."""
     named: dict[str, float] = defaultdict(float)
     making = profiler.own_seconds.get(
         "setup_train_dataloader", 0.0

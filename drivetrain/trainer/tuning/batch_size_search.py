@@ -34,7 +34,9 @@ PATIENCE = 60.0
 
 
 def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
-    """Set the batch size of the task or its data module to the largest that fits, and return it.
+    """Search for the largest batch size that fits into memory, set it, and return it.
+
+    The batch size is an attribute of the task or its data module.
 
     All ranks must call this together, after the task is placed. Everything else is restored.
     """
@@ -60,9 +62,10 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the attribute that holds the batch size.
+    """Return the attribute that holds the batch size, if a search can change it.
 
-    Raises `ConfigurationError` if a search cannot change it, for example because loaders were passed to `fit`.
+    Raises:
+        ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.
     """
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
@@ -82,7 +85,7 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
 
 
 def _refuse_several(loaders: Any, stage: Stage) -> None:
-    """Raise `ConfigurationError` if an evaluation has several loaders."""
+    """Raise `ConfigurationError` if validation, test or prediction uses several data loaders."""
     if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
@@ -91,7 +94,7 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """Trials of one batch-size search.
+    """Trials of one batch-size search, each of which runs a few steps with one batch size.
 
     Attributes:
         done: Number of trials so far.
@@ -115,7 +118,10 @@ class _Trials:
         self.done, self.ended = 0, ""
 
     def run(self) -> int:
-        """Try batch sizes until the search ends. Returns the largest that fits, or the first if none was tried."""
+        """Try batch sizes until the search ends, and return the largest that fits into memory.
+
+        If no size was tried, the first is returned.
+        """
         tried = self._tried
         size: int | None = min(tried.init_val, self._most)
         lacking: int | None = None
@@ -160,7 +166,7 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Run a few steps with one batch size. Returns an attempt that shows if memory was enough.
+        """Run a few steps with one batch size on all ranks, and return whether memory was enough, as an `Attempt`.
 
         Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
         """

@@ -79,7 +79,7 @@ class LRFinder:
         return self.results["lr"][place]
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
-        """Return the index of the point at which the loss falls fastest per step, or None.
+        """Return the index of the learning rate at which the loss falls fastest, or None if there are too few points.
 
         The slope is taken over the index of the points and not over the rate. Otherwise the smallest rates, which are
         closest to each other, would dominate with their noise. A slope over several points reduces noise further.
@@ -95,7 +95,7 @@ class LRFinder:
         return int(places[((losses[after] - losses[before]) / (after - before)).argmin()])
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Plot the loss over the learning rate.
+        """Plot the loss against the learning rate, and return the matplotlib figure.
 
         Args:
             suggest: If True, mark the suggested rate.
@@ -137,7 +137,9 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Train with rising learning rates, restore the run, and set the suggested rate. Returns the losses.
+    """Run a learning-rate range test, set the suggested rate, and return the rates and losses.
+
+    Everything else in the run is restored.
 
     All ranks must call this together, after the task is placed. Their losses are averaged, so all find an equal rate.
     """
@@ -191,7 +193,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
 
 
 def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
-    """Set the learning rate in the existing optimizer and its schedulers.
+    """Set the learning rate in the optimizer and the schedulers that exist already.
 
     Before the first step, `configure_optimizers` runs again and its options are copied. This also updates schedulers
     that depend on the rate. Later, only the rate of the parameter groups changes.
@@ -213,7 +215,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
 
 
 class _Losses(Callback):
-    """Callback that sums the losses of a step's micro-batches."""
+    """Callback that adds up the losses of the micro-batches of one optimizer step."""
 
     saves_within_steps = False
 
@@ -228,7 +230,7 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the step's mean loss over micro-batches and ranks, or None if all batches were left out."""
+        """Return the mean loss of a step over micro-batches and ranks, or None if no batch had a loss."""
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
@@ -250,7 +252,10 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Add the loss of a step, or None if it had none. Returns True if the search continues."""
+        """Add the loss of a step to the average. Return False if the loss has grown so large that the search ends.
+
+        A loss of None is ignored.
+        """
         if loss is None:
             return True
         self._count += 1

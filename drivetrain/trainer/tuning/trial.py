@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TrainingTrial:
-    """Trial training of a task on its own data, with only the given callbacks."""
+    """Trial training for a search: runs steps on the task's own data, with only the given callbacks."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] = (), splits: bool = True) -> None:
         self._trainer, self._task = trainer, task
@@ -47,9 +47,10 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Run up to `steps` optimizer steps, in epochs with the task's hooks.
+        """Run up to `steps` optimizer steps, in epochs, and call the task's hooks as in a `fit`.
 
-        `run_window` receives the step's number and its micro-batches. It returns False to end the trial.
+        `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
+        the trial.
         """
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
         trainer.current.leave_batch()  # a failed trial may have left one, and its memory
@@ -81,7 +82,7 @@ class TrainingTrial:
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Run the forwards and backwards of the first step, without an all-reduce and without an optimizer step.
+        """Compute the gradients of one step, without all-reduce and optimizer step, to see if memory is enough.
 
         A rank that runs out of memory here leaves no other rank waiting.
         """
@@ -129,7 +130,10 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Prepare the training loader for the `with` block, then restore its generators and release it in the engine."""
+    """Context manager that prepares the training loader, and restores its random generators afterwards.
+
+    It also releases the loader in the engine.
+    """
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -143,7 +147,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Restore the whole state of the run after the `with` block, even if the block raises.
+    """Context manager that restores the whole state of the run afterwards, even if its body raises.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective.
@@ -161,7 +165,10 @@ def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
 
 
 class _TrainedState:
-    """Copies of the state that training changes. Weights are copied to the CPU, to leave the device's memory free."""
+    """Copies of weights, optimizer states and schedulers, to restore them after trial steps.
+
+    Weights are copied to the CPU, to leave the device's memory free.
+    """
 
     def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
         engine, model = trainer.accelerator, trainer.task_run.model
@@ -216,9 +223,9 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for a search of `total` steps, on rank 0 if the Trainer has a progress bar.
+    """Context manager that shows a progress bar for a search, on rank 0 if the Trainer has a progress bar.
 
-    Yields a function that advances the bar by one and shows the given values.
+    Yields a function that advances the bar by one step and shows the given values.
     """
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
@@ -240,13 +247,11 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
 
 
 class MissingAttributeError(ConfigurationError, AttributeError):
-    """Error if neither the task nor its data module has the attribute that a search sets."""
+    """Raised if neither the task nor the data module has the attribute that a search sets."""
 
 
 class TunedAttribute:
-    """Number that a search sets, such as the batch size, in all places that hold it.
-
-    These are attributes and hyper-parameters of the task and of the data module.
+    """Attribute that a search sets, such as `batch_size`, in the task, the data module and their `hparams`.
 
     Attributes:
         is_twice_in_task: True if the task holds the number as an attribute and as a hyper-parameter.
@@ -259,7 +264,11 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """Return the first of the names that the task or the data module has. Raises an error if none exists."""
+        """Return the first attribute from `names` that the task or the data module has.
+
+        Raises:
+            MissingAttributeError: None of the names exists. `advice` is part of the message.
+        """
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:
@@ -277,7 +286,7 @@ class TunedAttribute:
 
     @property
     def value(self) -> Any:
-        """Present value. The data module takes precedence over the task."""
+        """Current value of the attribute. The value in the data module takes precedence over the task's."""
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 
