@@ -185,7 +185,6 @@ class DataModule(HoldsHyperParameters, DataHooks):
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """Create a `DataLoader` for each dataset, and return them nested in lists and dicts like the datasets."""
     if isinstance(datasets, Mapping):
         return {name: _loaders(each, batch_size, num_workers, shuffle) for name, each in datasets.items()}
     if isinstance(datasets, Sequence):

@@ -22,7 +22,7 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which `save_hyperparameters` records `values` for a new object, not its arguments.
+    """Context manager in which a new object's `save_hyperparameters` records `values` instead of arguments.
 
     A command line uses it, so that a checkpoint stores the configuration instead of objects that cannot be saved.
 
@@ -44,7 +44,7 @@ def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return a class or its subclass that has the given import path, without importing anything, or None.
+    """Return `kind` or its imported subclass with the given import path, or None. Nothing is imported.
 
     Args:
         kind: The class.

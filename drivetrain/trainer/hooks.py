@@ -73,9 +73,9 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overridden hooks that are called first.
+        """Return the overridden hooks of callbacks without `runs_last_at_epoch_end`, and the task's hook.
 
-        These are the hooks of callbacks without `runs_last_at_epoch_end`, followed by the task's hook.
+        They are called before the hooks of other callbacks, such as checkpoints.
         """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
@@ -118,7 +118,6 @@ def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:
 
 
 def _takes(hook: Hook, count: int) -> bool:
-    """Return True if a hook accepts `count` positional arguments."""
     try:
         inspect.signature(hook).bind(*(None,) * count)
     except TypeError:

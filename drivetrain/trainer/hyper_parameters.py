@@ -44,7 +44,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Return the arguments of an object's running constructors, read from the call stack.
+    """Return the arguments of an object's running constructors by name, read from the call stack.
 
     If constructors of a class and its base class have an argument of the same name, the value of the derived class is
     returned.
@@ -56,7 +56,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the most derived constructor, or None if no base class calls are nested in it.
+    """Return the arguments of the most derived constructor, or None if only one constructor is running.
 
     None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
     that a derived class does not pass on to its base class.

@@ -75,7 +75,6 @@ class SchedulerConfig:
             )
 
     def _read_frequency(self, given: str | Duration) -> None:
-        """Set `interval` and `frequency` from a duration, such as `"2 epochs"`."""
         frequency = interval_of(given, "frequency")
         if isinstance(frequency, Duration) and frequency.unit is Unit.SECONDS:
             raise ConfigurationError(

@@ -106,7 +106,6 @@ class TrainerOptions:
         return options._for_development(int(given["fast_dev_run"])) if given["fast_dev_run"] else options
 
     def _for_development(self, runs: int) -> TrainerOptions:
-        """Return the options of a `fast_dev_run`, which runs only `runs` batches of each stage."""
         limits = dict.fromkeys(_LIMITS[:4], runs)
         return replace(
             self,

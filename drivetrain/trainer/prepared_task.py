@@ -166,7 +166,7 @@ class TaskRun:
     # on the hardware
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Call the task's `configure_optimizers`, and return its optimizers. Schedulers are stored."""
+        """Call the task's `configure_optimizers`, store its schedulers, and return its optimizers."""
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()

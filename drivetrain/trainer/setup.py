@@ -55,7 +55,7 @@ def make_accelerator(
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
-    """Create the Trainer's Accelerator, or return the given one. Start missing processes first.
+    """Create the `Accelerator` of a Trainer, or return the given one, after starting missing processes.
 
     If the script runs without a launcher and needs several processes, it is restarted under one.
     """
@@ -203,7 +203,7 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return strategy and number of processes if `fit` and similar methods should start the processes.
+    """Return strategy and number of processes for `ddp_spawn` and `ddp_fork`, where `fit` starts processes.
 
     This is the case with `ddp_spawn` and `ddp_fork`. Started processes, launched scripts and runs with one process use
     the inner strategy directly.

@@ -77,7 +77,7 @@ class SpawnedVerb:
     given: dict[str, Any]
 
     def run(self) -> Outcome | None:
-        """Call the described method on a new Trainer in this process. Return its outcome on rank 0, else None."""
+        """Call the method on a new Trainer in this process. Return its outcome on rank 0, else None."""
         forget_process()  # what was inherited by a fork, or made by the script on its way here
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
@@ -145,7 +145,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Create the outcome from the Trainer that ran, with tensors copied to the CPU."""
+        """Collect the result and the final state of a Trainer after its run, with tensors on the CPU."""
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -256,7 +256,7 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Serialize the description for the new processes. Raise `ConfigurationError` if a part cannot be pickled."""
+    """Pickle the method call for the new processes. Raise `ConfigurationError` if that is impossible."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)
@@ -271,7 +271,7 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """Return the parts of the message by readable name, to tell the user which of them cannot be pickled."""
+    """Return the objects that new processes receive, by the names that an error message uses for them."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
     callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}
@@ -286,7 +286,7 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
 
 
 def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
-    """Run the described method in a started process. Return its outcome as bytes, pickled."""
+    """Run the method call that this process was started for, and return its outcome as pickled bytes."""
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)

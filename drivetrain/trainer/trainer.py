@@ -197,7 +197,7 @@ class TrainerStatus:
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the run, including those that `fit` will start with `ddp_spawn`."""
+        """The number of processes of the run. With `ddp_spawn` and `ddp_fork`, `fit` starts as many."""
         spawning = self.spawning
         return self.accelerator.num_processes if spawning is None else spawning.num_processes
 
@@ -315,7 +315,7 @@ class TrainerStatus:
 
     @property
     def is_finite(self) -> bool:
-        """True if training has logged no NaN or infinity, and no weight was one at the end of an epoch."""
+        """True if all logged training values, and the weights at the end of each epoch, have been finite."""
         return self.finiteness.is_finite
 
     # stages
@@ -379,12 +379,12 @@ class TrainerStatus:
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C has ended the last `fit`, or ends the running one after its current step."""
+        """True if Ctrl-C has stopped the last `fit`, or will stop the running one after its current step."""
         return self.control.interrupted
 
     @property
     def preempted(self) -> bool:
-        """True if a signal of the cluster (preemption) has ended the last `fit`, or is about to end the running one."""
+        """True if the cluster's preemption signal has stopped the last `fit`, or will soon stop the running one."""
         return self.control.preempted
 
     @property
@@ -683,7 +683,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Prepare a `fit`: set up the task, restore its checkpoint, and check everything. Return the training loop."""
+        """Prepare a `fit`: task, data, checkpoint and hooks. Return the training loop, which has not yet begun."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:

@@ -111,7 +111,6 @@ def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str
 
 
 def _plain(init: Any) -> dict[str, Any]:
-    """Convert a parsed configuration to nested dicts."""
     values: dict[str, Any] = init.as_dict() if hasattr(init, "as_dict") else dict(init)
     return values
 
@@ -375,7 +374,6 @@ class TrainerCLI:
     # the parser
 
     def _split_parser_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split `parser_kwargs` into arguments of the main parser and arguments of each subcommand's parser."""
         names = self.subcommands()
         own = {name: value for name, value in self.parser_kwargs.items() if name not in names}
         return own, {name: value for name, value in self.parser_kwargs.items() if name in names}
@@ -561,7 +559,6 @@ class TrainerCLI:
             raise
 
     def _seed(self) -> None:
-        """Seed all random generators as configured, and store the seed in the configuration."""
         config = self._own(self.config)
         given = config["seed_everything"]
         if given is not False:
@@ -629,7 +626,6 @@ class TrainerCLI:
         return self._instantiate_trainer(config, [own[key] for key in self._own_parser().callback_keys])
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Create the Trainer from its arguments, the given callbacks and those that every run has."""
         always = self.trainer_defaults.get("callbacks")
         every = [*_listed(config.get("callbacks")), *callbacks, *map(_made, _listed(always))]
         if self.save_config_callback is not None and not config.get("fast_dev_run"):
@@ -664,7 +660,6 @@ class TrainerCLI:
         return [optimizer], [lr_scheduler]
 
     def _configure_optimizers(self) -> None:
-        """Replace the task's `configure_optimizers` if an optimizer was chosen by an option."""
         parser, config = self._own_parser(), cast("Mapping[str, Any]", self._own(self.config))
         optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
@@ -702,12 +697,10 @@ def _first_line(component: Any) -> str:
 
 
 def _listed(given: Any) -> list[Any]:
-    """Return one or several values as a list, which is empty for None."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _made(callback: Any) -> Any:
-    """Return a callback, or create it if it is given as a configuration."""
     return instantiate_class((), callback) if isinstance(callback, Mapping) else callback

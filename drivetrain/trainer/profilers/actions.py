@@ -120,7 +120,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Return the hooks of an optimizer step, with a backward and step that the profiler measures."""
+        """Return the hooks of the training step in a form that measures the backward and the optimizer step."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

@@ -301,7 +301,6 @@ def _steps_to_record(plan: Callable[[int], Any]) -> int:
 
 
 def _is_over(plan: Callable[[int], Any], step: int) -> bool:
-    """Return True if a schedule records nothing from `step` on."""
     idle = torch.profiler.ProfilerAction.NONE
     return all(plan(later) is idle for later in range(step, step + 10_000))
 

@@ -85,7 +85,6 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
 
 
 def _refuse_several(loaders: Any, stage: Stage) -> None:
-    """Raise `ConfigurationError` if validation, test or prediction uses several data loaders."""
     if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "

@@ -79,11 +79,6 @@ class LRFinder:
         return self.results["lr"][place]
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
-        """Return the index of the learning rate at which the loss falls fastest, or None if there are too few points.
-
-        The slope is taken over the index of the points and not over the rate. Otherwise the smallest rates, which are
-        closest to each other, would dominate with their noise. A slope over several points reduces noise further.
-        """
         losses = torch.tensor([float(value) for value in self.results["loss"]], dtype=torch.float64)
         places = torch.arange(len(losses))[skip_begin : max(len(losses) - skip_end, 0)]
         places = places[torch.isfinite(losses[places])]
