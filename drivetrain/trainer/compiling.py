@@ -51,6 +51,7 @@ _REASONS = (
 def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
     """Convert the Trainer's argument `compile` to the compilation options of its Accelerator."""
     if isinstance(given, bool):
+        # False disables compilation even if the launcher asks for it.
         return TorchDynamoPlugin("inductor", disable=not given)
     if given == "blocks":
         given = {"blocks": True}
@@ -80,6 +81,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
     from torch._dynamo import utils  # importing it takes seconds
 
     utils.set_compilation_metrics_limit(_MOST_RECORDS)
+    # The process may have compiled other code before, which is subtracted at the end.
     seen, breaks = len(utils.get_compilation_metrics()), Counter(utils.counters["graph_break"])
     try:
         with _cache_in(trainer.default_root_dir):
@@ -93,6 +95,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
     """Set inductor's cache folder for the `with` block, unless the user has chosen one."""
+    # Torch sets the variable to its default when it needs the folder, which is no choice of the user.
     is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
     if is_named or "://" in root:  # inductor writes local files
         yield
@@ -120,6 +123,7 @@ def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
         return ""
+    # All records count for the time, including those of backwards.
     seconds = sum(each.duration_us or 0 for each in records) / 1e6
     again = Counter(_in_words(each.recompile_reason) for each in forwards if each.recompile_reason)
     line = f"Compiled {_plural(len(forwards), 'graph')} in {seconds:.1f} s"
@@ -166,11 +170,13 @@ def uncompiled(model: Any) -> Any:
         return model
     task: Task = model._orig_mod
     if not is_compiled(task):
+        # Attributes of the instance that the compiled versions hide until `leave_compiled`.
         task.__dict__[_BEFORE] = {name: task.__dict__[name] for name in (*_STEPS, *_LOGGING) if name in task.__dict__}
         for name in _STEPS:
             if is_overridden(task, Task, name):
                 task.__dict__[name] = model.dynamo_ctx(getattr(task, name))
         for name in _LOGGING:
+            # Logging is Python code with side effects, so it stays out of the compiled graphs.
             task.__dict__[name] = torch.compiler.disable(getattr(task, name))  # type: ignore[no-untyped-call]
     return task
 

@@ -99,6 +99,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
     """The Trainer that runs with it; None before."""
 
     def __getstate__(self) -> dict[str, Any]:
+        # Copies, such as those in loader workers, do not need the Trainer.
         return {**self.__dict__, "trainer": None}
 
     def on_exception(self, exception: BaseException) -> None:
@@ -140,6 +141,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         made = cls(**datamodule_kwargs)
         for name, datasets in given.items():
             if datasets is not None:
+                # A new loader at each call, as from a method that a subclass defines.
                 make = partial(_loaders, datasets, batch_size, num_workers, name == "train")
                 setattr(made, f"{name}_dataloader", make)
         return made
@@ -173,6 +175,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
             CheckpointError: There is no complete checkpoint.
         """
         kept = ("hyper_parameters", "hparams_name", "hparams_constructor")
+        # Only these entries are read, not the weights.
         entries = (*(f"datamodule_{name}" for name in kept), "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
         given = kwargs if hparams_file is None else None
@@ -189,5 +192,6 @@ def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) ->
         return {name: _loaders(each, batch_size, num_workers, shuffle) for name, each in datasets.items()}
     if isinstance(datasets, Sequence):
         return [_loaders(each, batch_size, num_workers, shuffle) for each in datasets]
+    # DataLoader raises an error if an iterable dataset is shuffled.
     shuffles = shuffle and not isinstance(datasets, IterableDataset)
     return DataLoader(datasets, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)

@@ -87,10 +87,13 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
                 f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
             )
+        # Tasks may create layers here, so it must run before the weights are loaded.
         task.configure_model()
+        # The hook may rename or drop weights, which are read from the engine's part afterwards.
         with as_hooks_see_it(engine, 0, driver) as state:
             task.on_load_checkpoint(state)
         task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
+        # Other values that torch.load accepts, such as functions, have no effect.
         is_device = isinstance(map_location, str | int | torch.device)
         return task.to(map_location) if is_device else task
 
@@ -135,6 +138,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
                 `dynamo=False`).
         """
         sample = self._sample("to_onnx", "input_sample", input_sample)
+        # Only torch's newer exporter (`dynamo=True`) is written with onnxscript.
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for name in needed:
             if find_spec(name) is None:
@@ -174,6 +178,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
         with Exporting(self):
             if method == "script":
+                # The Trainer is detached: TorchScript would try to compile it as an attribute.
                 made = torch.jit.script(self, **kwargs)
             else:
                 made = torch.jit.trace(self, example_inputs=inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -218,6 +223,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
                 "with. Give one of the two.",
             )
         task: Any = self
+        # The example takes the way of a batch, so that it reaches forward as in training.
         prepared = task.on_before_batch_transfer(sample, 0)
         prepared = task.transfer_batch_to_device(prepared, task.device, 0)
         return task.on_after_batch_transfer(prepared, 0)
@@ -234,8 +240,10 @@ class Exporting:
 
     def __enter__(self) -> None:
         task = self._task
+        # Each module's own mode, since parts of a task may be frozen in evaluation mode.
         self._modes = {module: module.training for module in task.modules()}
         self._trainer, self._paths = task.__dict__["_trainer"], task.__dict__["_metric_paths"]
+        # Batch transfer hooks may still ask for the device through `task.trainer`.
         place = SimpleNamespace(strategy=SimpleNamespace(topology=SimpleNamespace(device=task.device)))
         task.__dict__["_trainer"], task.__dict__["_metric_paths"] = place, {}
         task.eval()

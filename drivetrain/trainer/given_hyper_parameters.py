@@ -40,6 +40,7 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
     """Return the values that `save_hyperparameters` must record in place of an object's arguments, or None."""
     given = _given.get()
+    # Only for this class: the constructor may create other objects that record their own arguments.
     return given[1] if given is not None and type(owner) is given[0] else None
 
 
@@ -55,5 +56,6 @@ def loaded_subclass(kind: type, path: str) -> type | None:
         found = candidates.pop()
         if f"{found.__module__}.{found.__qualname__}" == path:
             return found
+        # Only classes that exist already: a checkpoint must not be able to import code.
         candidates += found.__subclasses__()
     return None

@@ -23,6 +23,7 @@ Hook = Callable[..., Any]
 def is_overridden(owner: Any, base: type, name: str) -> bool:
     """Return True if an object or its class replaces a method of `base`. An attribute set to None does not count."""
     if name in getattr(owner, "__dict__", {}):
+        # Assigned to the instance: another method, or None to disable the hook.
         return owner.__dict__[name] is not None
     own = getattr(type(owner), name, None)
     return own is not None and own is not getattr(base, name, None)
@@ -32,6 +33,7 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
     """Return True if an object replaces a method of `base` by another function, not just by a decorated one."""
     if not is_overridden(owner, base, name):
         return False
+    # A bound method has the function that is compared in `__func__`.
     inner = inspect.unwrap(getattr(owner, name))
     return getattr(inner, "__func__", inner) is not getattr(base, name, None)
 
@@ -63,6 +65,7 @@ class Hooks:
         """
         key = name, dataloader_idx
         if key not in self._of_batches:
+            # End hooks receive outputs, batch and batch index, start hooks only batch and index.
             count = 3 if name.endswith("_end") else 2
             self._of_batches[key] = tuple(_of_loader(hook, count, dataloader_idx) for hook in self.find(name))
         return self._of_batches[key]
@@ -100,6 +103,7 @@ class Hooks:
         )
 
     def _of_owner(self, name: str) -> tuple[Hook, ...]:
+        # Some hooks exist only on callbacks.
         if hasattr(Task, name) and is_overridden(self._task, Task, name):
             actions = self._trainer.actions
             return (actions.watch(actions.of_owner(self._task, name), getattr(self._task, name)),)
@@ -113,7 +117,9 @@ class Hooks:
 
 def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:
     if dataloader_idx is None:
+        # A single loader: the index 0 is passed only to hooks that require it.
         return hook if _takes(hook, count) else lambda *given: hook(*given, 0)
+    # Several loaders: the index is passed to every hook that can take it.
     return (lambda *given: hook(*given, dataloader_idx)) if _takes(hook, count + 1) else hook
 
 
@@ -136,6 +142,7 @@ def let_log(callback: Callback, task: Task | None) -> None:
         if task is None:
             callback.__dict__.pop(name, None)
         elif not hasattr(type(callback), name):
+            # On the instance, so that the class stays as it is and the attribute can be removed.
             callback.__dict__[name] = getattr(task, name)
 
 
@@ -161,6 +168,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
     for hook in hooks:
         try:
             hook()
+        # KeyboardInterrupt too: the other hooks must still release what they hold.
         except BaseException as error:
             logger.error(f"{name} raised {type(error).__name__}: {error}", exc_info=error)
             errors.append(error)
@@ -183,6 +191,7 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 def _of_stage(hook: Hook, stage: str) -> Hook:
     """Bind the stage to a `setup` or `teardown` hook, by keyword if the hook has a parameter `stage`."""
     try:
+        # Users may call the parameter something else, such as `_`.
         inspect.signature(hook).bind(stage=stage)
     except (TypeError, ValueError):
         return partial(hook, stage)

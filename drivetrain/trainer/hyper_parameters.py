@@ -50,6 +50,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
     returned.
     """
     found: dict[str, Any] = {}
+    # From the base class outwards, so that the derived class's value of an argument wins.
     for constructor in _constructor_frames(frame, owner):
         found.update(_arguments_in(constructor))
     return found
@@ -63,6 +64,7 @@ def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
     """
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
+    # Positional varargs have no names under which they could be saved.
     if len(frames) < 2 or (varargs and values.get(varargs)):
         return None
     return _arguments_in(frames[-1])
@@ -80,6 +82,7 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
     """Yield the stack frames of an object's running `__init__` methods, the innermost first."""
     current: FrameType | None = frame
     while current is not None:
+        # The first local variable of a method is `self`, whatever it is called.
         first = current.f_code.co_varnames[:1]
         is_own = bool(first) and current.f_locals.get(first[0]) is owner
         if is_own and current.f_code.co_name == "__post_init__":  # of a dataclass, whose constructor comes next
@@ -107,6 +110,8 @@ def select_hyper_parameters(
         elif isinstance(given, Mapping):
             chosen = dict(given)
         else:
+            # `save_hyperparameters(config)` with a plain object: record it under the name of its argument, if it is
+            # one, or else record the object's attributes.
             matching = [name for name, value in arguments.items() if value is given]
             chosen = dict.fromkeys(matching[:1], given) or dict(vars(given))
     elif names:
@@ -143,6 +148,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     try:
         if file.suffix == ".csv" and file.is_file():
+            # The first row is the header.
             rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))[1:]
             return {name: load_yaml(value) for name, value, *_ in rows}
         found = load_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -163,6 +169,7 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
     """
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     takes_all = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    # The constructor takes all hyper-parameters as one argument, such as `hparams`.
     if name is not None and name in parameters and name not in (*saved, *takes_all):
         return {name: HyperParameters(saved)}
     return {each: value for each, value in saved.items() if takes_all or each in parameters}
@@ -236,6 +243,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
         return _storable(item, f"{place}.{key}" if place else str(key), changed, keeps_objects)
 
     kind = type(value)
+    # Exact types only: a class derived from `dict` would come back as something else.
     if kind in _KEPT:
         keys = {key: key if keeps_objects else _storable(key, place, changed, False) for key in value}
         return {kept: inside(value[key], key) for key, kept in keys.items()}
@@ -247,6 +255,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
     if content is not None:
         changed.append(f"{place} ({kind.__name__})")
         return _storable(content, place, changed, keeps_objects)
+    # `bool` first, because it is a subclass of `int`. NumPy's float64 is a float, for example.
     for base in (bool, int, float, str):
         if isinstance(value, base):
             return base(value)
@@ -308,6 +317,7 @@ class HoldsHyperParameters:
     @property
     def hparams(self) -> HyperParameters:
         """The hyper-parameters that `save_hyperparameters` recorded, as a dict with attribute access."""
+        # In `__dict__`, because `nn.Module.__setattr__` fails before `nn.Module.__init__` has run.
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
 
@@ -336,6 +346,7 @@ class HoldsHyperParameters:
         given = given_hyper_parameters(self)
         if given is not None:
             arguments = dict(given)
+            # Without this entry, the configuration would be read as plain arguments when it is loaded.
             args = (*args, INSTANTIATOR) if args and INSTANTIATOR in given else args
         else:
             arguments = constructor_arguments(frame, self) if frame is not None else {}
@@ -343,12 +354,14 @@ class HoldsHyperParameters:
             if outermost is not None:
                 self.__dict__["_constructor_arguments"] = outermost
         self.keep_hyper_parameters(select_hyper_parameters(args, arguments, ignore))
+        # A base class may have recorded an argument that the derived class ignores.
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)
             self.__dict__.get("_constructor_arguments", {}).pop(name, None)
         self.__dict__["_log_hyperparams"] = logger
         self.__dict__["_hparams_initial"] = dict(self.hparams)
         if len(args) == 1 and isinstance(args[0], Mapping | Namespace):
+            # So that loading can pass the values as this one argument again.
             names = [name for name, value in arguments.items() if value is args[0]]
             self.__dict__["_hparams_name"] = names[0] if names else None
 
@@ -370,6 +383,7 @@ def hyper_parameters_to_save(
     if given is not None:
         initial = owner.__dict__.get("_hparams_initial", {})
         names = [name for name, value in given.items() if name in hparams or _is_plain(value)]
+        # Hyper-parameters that were changed after they were recorded: the new value is in `hparams`.
         changed = [name for name in names if name in initial and hparams.get(name) is not initial[name]]
         same = [name for name in names if name in initial and initial[name] is given[name]]
         other = {name: given[name] for name in names if name not in (*changed, *same)}
@@ -411,6 +425,7 @@ def build(
     arguments = arguments_for(kind, saved, whole)
     if whole not in arguments or whole in saved:
         return made_of(kind, saved, whole, overrides, instantiate)
+    # Overrides that are no arguments of the constructor replace single entries of the dict.
     own = arguments_for(kind, overrides)
     arguments[whole].update({name: value for name, value in overrides.items() if name not in own})
     return made_of(kind, arguments, None, own, instantiate)
@@ -462,12 +477,14 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
     state |= {name: engine[place] for name, place in _ENGINE.items() if place in engine}
     state |= {**entries, **entries.get("hooks", {})}
     yield state
+    # Hooks may have replaced whole entries, so each one is read back by name.
     if "state_dict" in state:
         engine["models"][number] = state["state_dict"]
     engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
     known = {"epoch", "global_step", "state_dict", *_ENGINE, *ENTRIES}
     entries.clear()
     entries.update({name: state[name] for name in ENTRIES if name in state})
+    # Entries that hooks added go to a place of their own and cannot clash with the Trainer's.
     entries["hooks"] = {name: value for name, value in state.items() if name not in known}
 
 

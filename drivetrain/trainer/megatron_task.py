@@ -48,6 +48,7 @@ class MegatronTask(Task):
 
     def __init__(self) -> None:
         super().__init__()
+        # Not registered as submodules: `self.model` has them, and names in the state dict would double.
         self.__dict__["chunks"] = []
 
     chunks: list[nn.Module]
@@ -95,6 +96,7 @@ class MegatronTask(Task):
             The chunk's output, and a function that computes the loss from it.
         """
         batch = self._on_this_process(next(data_iterator))
+        # With labels, GPTModel returns the loss of each position, else logits.
         labels = batch.get("labels")
         output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
         return output, partial(self.loss_func, batch.get("loss_mask"))
@@ -113,6 +115,7 @@ class MegatronTask(Task):
         """
         losses = output_tensor.float()
         mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
+        # Sum and weight, so that averages over micro-batches and ranks weigh every token equally.
         total, tokens = (losses * mask).sum(), mask.sum()
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
@@ -167,10 +170,12 @@ class MegatronTask(Task):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the logits of a batch, of shape (rows, positions, vocabulary)."""
+        # Without labels the model returns logits, split over the vocabulary by tensor parallelism.
         logits, _ = self.run_model({key: value for key, value in batch.items() if key != "labels"})
         return self._megatron().whole_vocabulary(logits)
 
     def _on_this_process(self, batch: dict[str, Any]) -> dict[str, Any]:
+        # Positions are numbered before the sequence is split over ranks.
         if "position_ids" not in batch:
             tokens = batch["tokens"]
             batch = {**batch, "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
@@ -178,6 +183,7 @@ class MegatronTask(Task):
 
     def _megatron(self) -> MegatronRuntime:
         strategy = self.trainer.strategy
+        # Other strategies have no runtime.
         found: MegatronRuntime | None = getattr(strategy, "runtime", None)
         if found is None:
             raise ConfigurationError(

@@ -59,12 +59,14 @@ class SchedulerConfig:
                 f"The \"interval\" key in lr scheduler dict must be 'epoch' or 'step', got {self.interval!r}."
                 f"{nearest(str(self.interval), ('epoch', 'step'))}",
             )
+        # A duration has its own unit and replaces `interval`.
         if isinstance(self.frequency, str | Duration):
             self._read_frequency(self.frequency)
         elif not isinstance(self.frequency, int) or self.frequency < 1:
             raise ConfigurationError(
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
+        # Torch's class takes a value in `step`; other classes must say so with the key.
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
             warnings.warn(
@@ -97,12 +99,14 @@ def names_of(configured: Any) -> tuple[str, ...]:
     Raises:
         ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
     """
+    # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
     kinds = [
         isinstance(each, Optimizer) or (isinstance(each, Mapping) and "optimizer" in each)
         for each in configured.values()
     ]
+    # A name close to a key, such as 'optimiser', is more likely a misspelled key, which the parser reports.
     if not all(kinds) or any(nearest(str(name), _KEYS) for name in configured):
         return ()
     for name in configured:
@@ -111,6 +115,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
                 f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
                 "'loss' and 'weight', which mean a single loss.",
             )
+    # By id, because tensors compare element by element.
     owners: dict[int, str] = {}
     for name, item in configured.items():
         for group in (item if isinstance(item, Optimizer) else item["optimizer"]).param_groups:
@@ -146,6 +151,7 @@ def parse_configured_optimizers(
                 "logged value to watch. Return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}.",
             )
+        # A scheduler of another optimizer would step without any effect on training.
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
             raise ConfigurationError(
@@ -160,6 +166,7 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
         return [], []
     if isinstance(configured, Optimizer):
         return _checked([configured]), []
+    # Before the general case, since both are mappings.
     if names_of(configured):
         items = [{"optimizer": each} if isinstance(each, Optimizer) else each for each in configured.values()]
         return _from_dicts(items, config)
@@ -171,6 +178,7 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
             return _checked(items), []
         if all(isinstance(item, Mapping) for item in items):
             return _from_dicts(items, config)
+        # The usual pair `return [optimizer], [scheduler]`.
         if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple):
             return _checked(list(items[0])), [config(item) for item in items[1]]
         if len(items) == 2 and isinstance(items[0], list | tuple) and _may_be_scheduler(items[1]):
@@ -236,6 +244,7 @@ def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False)
         raise ConfigurationError(
             "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
         )
+    # The scheduler's own monitor wins over that of the optimizer's dict.
     return SchedulerConfig(**{"monitor": monitor, **item})
 
 
@@ -246,6 +255,7 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
                 f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(optimizer)} "
                 f"where an optimizer was expected. Return {_ALLOWED}.",
             )
+        # An optimizer with empty groups would run without changing anything.
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} holds no parameters. Give it the task's: "
@@ -294,6 +304,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
     """
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # who optimizes by hand steps schedulers by hand
+    # The current epoch is complete, but not yet counted.
     epoch = trainer.current_epoch + 1
     for config in trainer.lr_scheduler_configs:
         if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:  # type: ignore[operator]
@@ -305,6 +316,7 @@ def end_epoch_of_schedulers(trainer: Trainer) -> None:
 
     The progress records this, so that a run resumed at this point does not step them twice.
     """
+    # A run resumed from a checkpoint at this point has already stepped them.
     if trainer.progress.phase < Phase.SCHEDULED:
         trainer.progress.phase = Phase.SCHEDULED
         step_epoch_schedulers(trainer, plateau=False)
@@ -325,5 +337,6 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
                 )
             warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
             return
+    # Parameter groups may have been added since the scheduler was created, for example by finetuning.
     cover_new_groups(config.scheduler)
     trainer.task.lr_scheduler_step(config.scheduler, value)

@@ -54,6 +54,7 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         for name in _LIMITS:
             value = getattr(self, name)
+            # 1 means one batch and 1.0 all of them, so the type decides. True is no count.
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             fraction = isinstance(value, float) and 0.0 <= value <= 1.0
             if not (value is None or whole or fraction):
@@ -92,6 +93,7 @@ class TrainerOptions:
     def from_arguments(cls, given: Mapping[str, Any]) -> TrainerOptions:
         """Create the options from the constructor arguments of a Trainer, and check them."""
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
+        # None has a meaning here: count batches across epochs. So it must not fall back to the default.
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
         if given["fast_dev_run"] < 0:
@@ -99,6 +101,7 @@ class TrainerOptions:
                 f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run.",
             )
         options = cls(**by_unit(chosen))
+        # The default of 1000 epochs would end a run with another limit too early.
         if given["max_epochs"] is None and options.has_end_without_epochs:
             options = replace(options, max_epochs=-1)
         if given["barebones"]:
@@ -158,6 +161,7 @@ class Option(Generic[T]):
     def __get__(self, trainer: OptionAttributes | None, owner: type) -> Option[T] | T:
         if trainer is None:
             return self
+        # Options are immutable. An assignment replaces all of them and checks each again.
         value: T = getattr(trainer.options, self._name)
         return value
 
@@ -230,6 +234,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
         raise ArgumentTypeError(
             f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
         )
+    # NaN is not below 0, so it needs its own check.
     if value is not None and (math.isnan(value) or value < 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
 
@@ -270,11 +275,13 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
     if limit is not None:
         limit = Duration.of(limit, "max_duration")
         assert limit is not None
+        # Unit.RUN is a fraction of the run.
         if limit.unit is Unit.RUN:
             raise ConfigurationError(
                 f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "
                 "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'.",
             )
+        # Steps, epochs and time have an option of their own; samples and tokens stay here.
         counted = _LIMIT_OF.get(limit.unit)
         if counted is not None and chosen.get(counted) not in (None, -1):
             raise ConfigurationError(
@@ -297,6 +304,7 @@ def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: A
     chosen["val_check_interval"] = interval.timedelta if interval.unit is Unit.SECONDS else interval
     if interval.unit is Unit.SECONDS:
         return
+    # 1 is the default, which cannot be told from an explicit 1.
     if chosen.get("check_val_every_n_epoch") not in (None, 1):
         raise ConfigurationError(
             f"val_check_interval={written!r} counts through all epochs, so check_val_every_n_epoch="

@@ -78,6 +78,7 @@ class TaskRun:
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
         self.stage, self.checkpoint_path = stage, None
+        # Before anything else runs: hooks and loaders may use `self.trainer`.
         task.trainer = self.trainer
         if data is not None:
             data.trainer = self.trainer
@@ -95,6 +96,7 @@ class TaskRun:
         """Find the overridden hooks, prepare the data on one process per machine, and call all `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
+        # Before hooks are looked up, because it may replace callbacks.
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
             let_log(callback, task)
@@ -106,8 +108,10 @@ class TaskRun:
             if trainer.accelerator.is_local_main_process:
                 for owner in owners:
                     actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
+            # No process reads the data before it is complete.
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+        # Ranks that process equal batches, as in tensor parallelism, would count samples several times.
         self._restore_metrics = count_once(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
 
     @contextmanager
@@ -135,6 +139,7 @@ class TaskRun:
         try:
             call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
         except BaseException as raised:
+            # The error that ended the run is the cause; an error of a teardown hook often follows from it.
             self._error = self._error or raised
             raise
         finally:
@@ -144,6 +149,7 @@ class TaskRun:
                 let_log(callback, None)
             error, self._error = self._error, None
             trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
+            # Saves outside of the run describe the current state again.
             engine.run_state.moment = Moment
             if trainer.loop is not None:
                 trainer.loop.forget_loaders()
@@ -181,6 +187,7 @@ class TaskRun:
                 "optimizer, or set automatic_optimization = False to train by hand."
             )
         # A task that optimizes by hand steps its schedulers by hand, too.
+        # Known once, so that a step without schedulers does not have to look for them.
         by_step = any(config.interval == "step" for config in self.schedulers)
         self.steps_schedulers = task.automatic_optimization and by_step
         by_epoch = any(config.interval == "epoch" and not config.reduce_on_plateau for config in self.schedulers)
@@ -193,23 +200,28 @@ class TaskRun:
         They replace those of an earlier `fit`.
         """
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
+        # Otherwise the engine would keep the last fit's model and optimizers in memory and in checkpoints.
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
         for known in before:
             engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
             engine.prepared.forget_model(known)
         by_hand = not task.automatic_optimization
+        # The strategy wraps `training_step` rather than `forward`, so that DDP's hooks see the whole step.
         wrapped = StepModule(task, by_hand, several_losses=bool(self.optimizer_names) and not by_hand)
+        # Model and optimizers together: sharding strategies replace parameters, in the optimizers as well.
         prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
         model: nn.Module
         model, *self.optimizers = prepared
         self.model = self._fitted = model
         for config in self.schedulers:
+            # One step per call: the number of processes must not change a schedule.
             engine.prepare_scheduler(config.scheduler, steps_per_call=1)
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
         """Prepare the task without optimizers, unless `fit` has prepared it, and return the prepared model."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
+        # After `fit`, its prepared model is used.
         if self.model is None or strategy.unwrap(self.model) is not task:
             with engine.precision.init_context(), strategy.init_context():
                 task.configure_model()

@@ -59,6 +59,7 @@ def make_accelerator(
 
     If the script runs without a launcher and needs several processes, it is restarted under one.
     """
+    # An existing engine has its devices and strategy already, so the Trainer cannot choose them.
     if isinstance(accelerator, Accelerator):
         changed = [
             name
@@ -89,6 +90,7 @@ def make_accelerator(
     if spawned is not None:
         strategy, count = _left_to_verbs(environment, spawned, kind, count, numbers, num_nodes)
     starts_later = spawned is not None and strategy is spawned
+    # Does not return in a script that is restarted under the launcher.
     _start_processes(environment, kind, count, numbers, num_nodes)
     if sync_batchnorm and not starts_later:
         _refuse_launched_sharding(strategy)
@@ -100,6 +102,7 @@ def make_accelerator(
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
     return Accelerator(
         strategy=strategy,
+        # Precisions have names; 16 and 32 are common shorthands.
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate_grad_batches,
         device=device,
@@ -134,6 +137,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     Raises:
         ConfigurationError: The strategy does not support the options. The message names alternatives.
     """
+    # The launcher passes its options in environment variables.
     launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
         chosen = engine.accumulation.plugin.num_steps
@@ -181,6 +185,7 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
     else:
         is_number = isinstance(devices, str) and devices.removeprefix("-").isdigit()
         count = int(devices) if is_number else devices
+        # True is an int, but no number of processes.
         if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or (count < 1 and count != -1)):
             raise ConfigurationError(
                 f"devices={count!r}: give the number of processes on this machine, the numbers of its devices "
@@ -209,6 +214,7 @@ def _left_to_verbs(
     the inner strategy directly.
     """
     if environment.is_launched:
+        # No warning in processes that a Trainer itself has started.
         if multiprocessing.parent_process() is None:
             logger.warning_once(
                 f"strategy={spawned.name!r}: a launcher ({environment.source}) has started the "
@@ -216,6 +222,7 @@ def _left_to_verbs(
             )
         return spawned.within(), count
     found, wanted = _wanted_processes(kind, count, numbers)
+    # A single process needs no other, and several machines need a launcher on each.
     if num_nodes > 1 or wanted <= 1:
         return spawned.within(), 1 if num_nodes == 1 else count
     from drivetrain.launch.launcher import LaunchPlan
@@ -261,6 +268,7 @@ def _start_processes(
         return
     try:
         relaunch_script(wanted, cpu=found.name == "cpu")
+    # A notebook or REPL has no script to restart. An explicit number of devices must not be ignored.
     except LaunchError:
         if count != "auto":
             raise
@@ -275,6 +283,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
     """Seed all random generators, and set torch's determinism and benchmark switches."""
     if seed is not None:
         set_seed(seed)
+    # Checked before it is used as a truth value, in which any string is True.
     if deterministic not in (None, True, False, "warn"):
         raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
     if deterministic:
@@ -295,6 +304,7 @@ def make_trackers(
     found: list[Tracker]
     if options.is_quiet:
         found = [] if options.barebones or given is False else [AbsentTracker()]
+    # A raw loop and the Trainer on one engine then log to the same run.
     elif given is None and engine.tracking.group.trackers:
         return engine.tracking.group
     elif given is False:
@@ -346,6 +356,7 @@ def make_callbacks(
     if progress_bar is not False and not bars:
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
+        # A Rich progress bar brings its own kind of summary.
         kind = getattr(bars[0], "summary_type", ModelSummary) if bars else ModelSummary
         callbacks.append(kind())
     asked = False if quiet else arguments["enable_run_report"]
@@ -353,6 +364,7 @@ def make_callbacks(
     wanted = bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
     if asked is not False and wanted and not any(isinstance(callback, RunReport) for callback in callbacks):
         callbacks.append(RunReport())
+    # Only callbacks with a state of their own have to be told apart.
     keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     if twins := {key for key in keys if keys.count(key) > 1}:
         names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
@@ -369,12 +381,14 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
+    # Base classes that all callbacks share replace nothing.
     replaced = {base for callback in own for base in type(callback).__mro__} - set(Callback.__mro__)
     return checkpoints_last([callback for callback in callbacks if type(callback) not in replaced] + own)
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks with those that save checkpoints last, so that they save the others' final state."""
+    # The sort is stable, so the order is otherwise kept.
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
@@ -388,6 +402,7 @@ class WithoutValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Initialization functions return the tensor that they would have filled.
         if getattr(func, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)

@@ -81,10 +81,12 @@ class SpawnedVerb:
         forget_process()  # what was inherited by a fork, or made by the script on its way here
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
+        # Options that were assigned after the construction, such as `trainer.max_epochs = 5`.
         before = {each.name: getattr(trainer.options, each.name) for each in fields(TrainerOptions)}
         changed = {name: value for name, value in vars(self.options).items() if value != before[name]}
         if changed:
             trainer.change_options(**changed)
+        # The constructor has made its own callbacks. The received ones have the state of earlier runs.
         trainer.callbacks.clear()
         trainer.callbacks.extend(self.callbacks)
         trainer.tracker_group.load_state(self.trackers)
@@ -93,6 +95,7 @@ class SpawnedVerb:
         trainer.task_run.remember(self.task, self.datamodule)
         if self.seed is not None:
             set_seed(self.seed)
+        # After the constructor, which may have drawn random numbers.
         self.random.restore()
         left: BaseException | None = None
         result: Any = None
@@ -101,6 +104,7 @@ class SpawnedVerb:
         except (KeyboardInterrupt, SystemExit) as stop:
             if not (trainer.interrupted or trainer.preempted):  # which all processes have agreed on
                 raise
+            # Tracebacks cannot be pickled.
             left = stop.with_traceback(None)
         return Outcome.of(trainer, result, left) if trainer.is_global_zero else None
 
@@ -167,6 +171,7 @@ class Outcome:
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
         """Load the final state of the finished processes into the Trainer that started them, and into its task."""
+        # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
         task.load_state_dict(self.weights, strict=task.strict_loading)
@@ -197,12 +202,14 @@ def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[
 
     The Trainer then takes over the state and weights of the first process.
     """
+    # A started process imports the script, and must not start processes again if it has no main guard.
     stop_at_start_of_processes()
     spawning = trainer.spawning
     assert spawning is not None
     task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
     verb = _verb(trainer, stage, task, model is not None, given)
     packed: SpawnedVerb | bytes = verb
+    # A forked process inherits the objects, so that nothing has to be pickled.
     if spawning.start_method != "fork":
         packed = _packed(verb, trainer.strategy.name)
     given_data = (given.get("datamodule"), given.get("dataloaders"), trainer.datamodule)
@@ -230,6 +237,7 @@ def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[
     outcome.hand_over(trainer, task)
     if outcome.left is not None:
         raise outcome.left
+    # Ctrl-C came too late for the run to stop by itself, so the script still has to end.
     if stopped is not None and not trainer.interrupted:
         raise KeyboardInterrupt
     return outcome.result
@@ -273,6 +281,7 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
     """Return the objects that new processes receive, by the names that an error message uses for them."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
+    # Objects are tried in this order until one cannot be pickled, so the most likely ones come first.
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
     callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}
     return {

@@ -141,6 +141,7 @@ class TrainerStatus:
     def model(self) -> nn.Module | None:
         """The model in the strategy's wrapper, such as DDP. Before the task is prepared, the task itself."""
         model, task = self.task_run.model, self.task_run.task
+        # The prepared model may still be that of an earlier task.
         return model if model is not None and self.strategy.unwrap(model) is task else task
 
     @property
@@ -251,6 +252,7 @@ class TrainerStatus:
         """The latest logged values by name, as tensors: the values of the last step and of the last epoch."""
         values = self.logged.callback_values()
         return {
+            # float64 keeps Python floats exact.
             name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             for name, value in values.items()
         }
@@ -289,6 +291,7 @@ class TrainerStatus:
     def is_last_batch(self) -> bool:
         """True if the current batch is the last of its training epoch."""
         info = self.current.batch_info
+        # A limit of batches may end the epoch before the loader does.
         return info is not None and (info.last or info.index + 1 >= self.current.training_batches)
 
     # the user's loaders
@@ -568,12 +571,14 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         seed: int | None = None,
         advise: bool | None = None,
     ) -> None:
+        # First, while the local variables are only the arguments.
         given = dict(locals())
         if num_workers is not None:
             warn_of_workers("Trainer", num_workers)
         for name, hint in _WITHOUT_EFFECT.items():
             if given[name] is not None:
                 warn_ignored("Trainer", name, given[name], hint, since="0.1.0", removed_in="0.3.0", stacklevel=5)
+        # Options are checked before processes are started, so that errors appear once and at once.
         self.options = TrainerOptions.from_arguments(given)
         engine = (accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm)
         compilation = None if compile is None else compile_plugin(compile)
@@ -642,6 +647,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         model = uncompiled(model)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        # Before processes start and data are loaded: the common mistakes are reported at once.
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
@@ -663,20 +669,24 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                     loop.run()
                     if self.saves is not None:
                         with self.timing.span(CHECKPOINT):
+                            # A checkpoint that is written in the background must be complete before `fit` returns.
                             self.saves.finish()
                 if not self.preempted:
                     self.hooks.call("on_fit_end")
         except BaseException as error:
             self.control.record_exception(error)
+            # Due values are written before the `on_exception` hooks, and all others after them.
             self.tracker_log.write_last_step()
             self.task_run.report_exception(model, error)
             self.tracker_log.write_last_step(though_not_due=True)
+            # After Ctrl-C, `fit` ends in order, and raises KeyboardInterrupt only after the teardown.
             if not self.interrupted:
                 raise
         finally:
             self.task_run.tear_down(model, Stage.TRAIN)
             if self.is_global_zero and not self.barebones:
                 self.print(last_line(self))
+        # The exit code tells the launcher or the scheduler to start the job again.
         if self.preempted:
             sys.exit(RESUME_EXIT_CODE)
         if self.interrupted and self.on_interrupt == "raise":
@@ -690,6 +700,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             keeps_objects = self.checkpoint_format.keeps_objects
             for owner in filter(None, (task, self.datamodule)):
                 storable(without_modules(owner.hparams), keeps_objects)  # raises here rather than at the first save
+        # A callback such as NaNGuard checks the values itself.
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         with self.accelerator.precision.init_context(), self.strategy.init_context():
@@ -698,11 +709,14 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         directory = self.task_run.checkpoint_path = find_checkpoint(self, asked_to_resume(resume))
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
+            # Before optimizers exist: `on_load_checkpoint` may still change the model.
             saved.restore_early()
         model = self.task_run.place(task, self.task_run.configure_optimizers(task))
         if saved is not None:
+            # After placement, so that each process reads only its own shards.
             saved.restore_weights()
         self.progress.begin_epoch(self.progress.epoch)
+        # After the weights are restored: callbacks such as `WeightAveraging` copy them here.
         self.hooks.call("on_fit_start")
         if saved is not None:
             saved.restore_training()
@@ -712,6 +726,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         step = choose_step(self, task, training_model)
         sources = self.task_run.sources
         validation = make_validation(self, task, model, sources[Stage.VALIDATE])
+        # A resumed run has already passed the sanity check.
         if saved is None:
             run_sanity_check(self, validation)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
@@ -722,6 +737,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         loop = self.loop = self.make_fit_loop(step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
+            # Only stored here: the loop restores the position in the data when its first epoch begins.
             loop.resume_from(saved)
         task_checks.check_saved_states(self)
         return loop
@@ -808,6 +824,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     def _spawned(self, stage: Stage, model: Task | None, *given: Any) -> Any:
         from drivetrain.trainer.spawning import run_spawned  # here: few Trainers start processes
 
+        # Without `self` and `model`.
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
@@ -830,6 +847,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             given: The loader or loaders.
             stage: The stage that uses them. Training loaders are iterated in parallel, others one after another.
         """
+        # In training, shorter loaders start again until the longest one ends.
         mode = "max_size_cycle" if stage is Stage.TRAIN else "sequential"
         return CombinedLoader(given, mode) if are_several(given) else given
 
@@ -931,6 +949,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write. An existing checkpoint stays intact.
         """
         step = self.accelerator.optimizer_step
+        # Some parameters are one step ahead of the others, and no resume could repair that.
         if step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
@@ -938,7 +957,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                 "Save in on_train_batch_end, or resume from the last checkpoint."
             )
         if self.loop is not None and self.current.stage in (Stage.TRAIN, Stage.VALIDATE):
+            # A run that resumes from the checkpoint does not log the current step again.
             self.tracker_log.write_due_values()
+        # A subclass may have its own format without registering it.
         known = (self.checkpoint_format, DIRECTORIES)
         chosen = next((each for each in known if format in (None, each.name)), None)
         save = (chosen or checkpoint.find_format(str(format))).save
@@ -961,6 +982,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         if training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
         loader = training.prepare_training()
+        # Callers read this before the first epoch, for example to create a schedule.
         self.current.training_batches = epoch_length(self, loader)
         return estimate_steps(self, loader)
 

@@ -37,6 +37,7 @@ def require_jsonargparse(owner: str) -> None:
 
 def is_of_jsonargparse(error: BaseException) -> bool:
     """Return True if jsonargparse itself raised the error, rather than code that it called."""
+    # The innermost frame is the one that raised.
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -68,6 +69,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """
     module, _, name = init["class_path"].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
+    # A generator of parameters is one argument, only a tuple stands for several.
     given = args if isinstance(args, tuple) else (args,)
     return kind(*given, **{**init.get("init_args", {}), **init.get("dict_kwargs", {})})
 
@@ -121,6 +123,7 @@ def argument_types(kind: type) -> dict[str, Any]:
     If the constructor has `**kwargs`, the arguments of its base constructor and an entry `**` are included.
     """
     found: dict[str, Any] = {}
+    # With `**kwargs`, a constructor passes further arguments to its base class, so that class is read too.
     for base in kind.__mro__:
         init = base.__dict__.get("__init__")
         if init is None or base is object:
@@ -129,6 +132,7 @@ def argument_types(kind: type) -> dict[str, Any]:
             hints = typing.get_type_hints(init)
         except (NameError, TypeError, AttributeError):  # names that only a type checker sees
             hints = {}
+        # Without `self`.
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for each in parameters:
             if each.kind is each.VAR_KEYWORD:
@@ -149,6 +153,7 @@ def names_an_object(value: Any) -> bool:
 
 def is_plain(hint: Any) -> bool:
     """Return True if an annotation allows only plain values, such as strings and numbers, but no objects."""
+    # `None` as an annotation means NoneType.
     if hint is None or get_origin(hint) is Literal:
         return True
     arguments = [each for each in get_args(hint) if each is not Ellipsis]
@@ -202,6 +207,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
         raise CheckpointError(
             f"{name}: the hyper-parameters name {path!r}, which cannot be imported: {error}. Give {name}= yourself."
         ) from None
+    # Not `issubclass`, which a metaclass of the imported class could override.
     if isinstance(found, type) and any(base in found.__mro__ for base in bases):
         return found
     raise CheckpointError(
@@ -212,6 +218,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
     """Convert a value in a configuration to a constructor argument, and create the objects that it describes."""
+    # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
             f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class would be imported and "
@@ -234,8 +241,10 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
         if container is not None and isinstance(value, Mapping) and len(arguments) == 2:
             return {key: _made(arguments[1], item, name, instantiate) for key, item in value.items()}
         if isinstance(value, list | tuple) and container is not None and arguments:
+            # `tuple[int, str]` has a type for each item, `list[int]` one for all.
             kinds = arguments if len(arguments) == len(value) else [arguments[0]] * len(value)
             made = [_made(kind, item, name, instantiate) for kind, item in zip(kinds, value, strict=True)]
+            # Abstract types such as `Sequence` and `Iterable` get a list.
             return container(made) if container in (list, tuple, set, frozenset) else made
         if isinstance(value, list) and each in (tuple, set, frozenset):
             return each(value)
@@ -251,6 +260,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
     """Convert a plain value to the annotated type of an argument, such as a name to a member of an `Enum`."""
     from jsonargparse import ArgumentError, ArgumentParser
 
+    # jsonargparse converts as it does on the command line, so that both give equal values.
     parser = ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_argument("--value", type=hint)
     try:
@@ -271,6 +281,7 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
     types = argument_types(kind)
     given = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
     arguments = {key: _made(types.get(key, Any), item, key, True) for key, item in given.items()}
+    # `Callable[..., Optimizer]` receives a factory, `Optimizer` the object.
     is_made = any(base in kind.__mro__ for base in plain)
     return kind(**arguments) if is_made else functools.partial(kind, **arguments)
 
@@ -304,6 +315,7 @@ def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type
     makers: list[Any] = []
     for each in _alternatives(hint):
         if get_origin(each) is collections.abc.Callable:
+            # The last argument of `Callable[[...], X]` is the return type.
             makers += [found for found in _alternatives(get_args(each)[-1]) if _is_own_class(found)]
             plain += [each] if names_only else []
         elif _is_own_class(each) or (names_only and (get_origin(each) or each) in (collections.abc.Callable, type)):
@@ -369,6 +381,7 @@ def configuration_of(
             )
     if not changed:
         return {}
+    # Without subclass mode, the options of the class have no class path around them.
     return {"class_path": path, "init_args": changed} if subclass_mode and path is not None else changed
 
 
@@ -377,6 +390,7 @@ def _is_harmless(value: Any, hint: Any) -> bool:
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):
+        # These characters begin or build YAML structures.
         return not set("{[:?&*!|>") & set(value) and all(each in (Any, object, str) for each in _alternatives(hint))
     if isinstance(value, list | tuple):
         return all(_is_harmless(each, Any) for each in value) and not _classes(hint, names_only=True)[0]

@@ -140,12 +140,14 @@ class TrainerArgumentParser(ArgumentParser):
             The names of the options.
         """
         made = class_of(kind)
+        # The command line adds these callbacks to every Trainer that it creates.
         if issubclass(made, Callback):
             self.callback_keys.append(nested_key)
         if subclass_mode:
             added = self.add_subclass_arguments(made, nested_key, fail_untyped=False, required=required)
             return list(added or [])
         if not isinstance(kind, type):
+            # jsonargparse reads options from classes, so a function is wrapped as one.
             kind = class_from_function(kind, made)
         return self.add_class_arguments(
             kind, nested_key, fail_untyped=False, instantiate=not issubclass(made, Trainer), sub_configs=True
@@ -186,6 +188,7 @@ class TrainerArgumentParser(ArgumentParser):
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
     def _add_of_optimizer(self, kind: Any, key: str, left_out: str) -> None:
+        # The parameters or the optimizer come from the task, not from an option.
         options: dict[str, Any] = {"fail_untyped": False, "skip": {left_out}, "instantiate": False}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
@@ -212,6 +215,7 @@ class TrainerArgumentParser(ArgumentParser):
         given = ".".join(each for each in found.groups() if each)
         guess = nearest(given, self._known())
         if not guess and "." not in given:
+            # `--max_epochs` without its prefix: suggest `trainer.max_epochs`.
             tails = {each.rpartition(".")[2]: each for each in self._known()}
             guess = f" Did you mean {tails[given]!r}?" if given in tails else nearest(given, tails)
         return guess
@@ -228,6 +232,7 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def _load(text: str) -> Any:
+    # Nested YAML aliases can expand to billions of values, so the text is checked first.
     if "*" in text or len(text) > _SHORT:
         check_yaml(text)
     return get_loader("yaml")(text)
@@ -239,6 +244,7 @@ if IS_INSTALLED:
 
 def load_named_classes() -> None:
     """Import all callbacks and profilers, so that options can choose them by class name alone."""
+    # Exports are loaded on first access. Only imported subclasses can be found by name.
     for room in (callbacks, profilers):
         for name in room.__all__:
             getattr(room, name)
@@ -258,6 +264,7 @@ def class_of(kind: type | Callable[..., Any]) -> type:
         return kind
     try:
         made = get_type_hints(kind).get("return")
+    # An annotation that only a type checker can resolve.
     except NameError:
         made = inspect.signature(kind).return_annotation
     if not isinstance(made, type):

@@ -102,6 +102,7 @@ def chosen_configuration(
 
 def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
     """Replace a task's `configure_optimizers`, and warn if the task has its own."""
+    # An overridden method may be the better choice for the task, so the user must know.
     if type(task).configure_optimizers is not Task.configure_optimizers:
         warn(
             f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
@@ -194,6 +195,7 @@ class SaveConfigCallback(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Write the file on rank 0, or raise `ConfigExistsError` on all ranks if the file must not be replaced."""
         path = Path(trainer.local_dir, self.config_filename)
+        # Only rank 0 looks: other ranks might look after it has written the file.
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
         if broadcast_object_list(refused)[0]:
             raise ConfigExistsError(
@@ -210,6 +212,7 @@ class SaveConfigCallback(Callback):
         if self.multifile:
             self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite, multifile=True)
             return
+        # Written under another name and then renamed, so that no reader sees half a file.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
         os.replace(beside, path)
@@ -229,9 +232,11 @@ class ModuleInstantiator:
         """Create an object. Objects of other classes, such as a task within a task, are created as usual."""
         configured = self._cli.config_dump.get(self._key) or {}
         path = configured.get("class_path")
+        # jsonargparse calls this for subclasses in nested options too.
         if path is not None and path.rpartition(".")[2] != class_type.__name__:
             return class_type(*args, **kwargs)
         values = hyper_parameters_of(configured)
+        # Linked values are known only now, so the parsed configuration lacks them.
         for target, value in applied_instantiation_links.items():
             key, _, rest = target.partition(".")
             if key == self._key and rest:
@@ -384,6 +389,7 @@ class TrainerCLI:
         Args:
             **kwargs: The parser's arguments.
         """
+        # The version shows which release wrote a saved configuration.
         kwargs.setdefault("dump_header", [self.version_line()])
         parser = self.parser_class(**kwargs)
         parser.add_config_option()
@@ -420,6 +426,7 @@ class TrainerCLI:
         kwargs.setdefault("description", _first_line(getattr(trainer_type, name)))
         parser = self.init_parser(**kwargs)
         self._add_arguments(parser)
+        # Without the task and the loaders, which the command line passes itself.
         added = parser.add_method_arguments(trainer_type, name, skip=set(self.subcommands()[name]))
         self._method_arguments[name] = added
         self._subparsers[name] = parser
@@ -537,6 +544,7 @@ class TrainerCLI:
     def _take_checkpoint_hyper_parameters(self) -> None:
         """Set the task's options to the hyper-parameters in the checkpoint given by `--ckpt_path`."""
         path = self._own(self.config).get("ckpt_path")
+        # `"best"`, `"last"` and URLs are resolved later, by the Trainer.
         if not path or not Path(path).exists():
             return
         parser, own = self._own_parser(), self._own(self.config)
@@ -544,6 +552,7 @@ class TrainerCLI:
         kind = class_of(self.model_class or self.base_model)
         try:
             saved = self.base_model.saved_hyper_parameters(path)
+            # May raise: values that could import code are not taken from a checkpoint.
             values = {"model": configuration_of(saved, configured, kind, self.subclass_mode_model)}
         except CheckpointError as error:
             self._refuse(error)
@@ -560,6 +569,7 @@ class TrainerCLI:
 
     def _seed(self) -> None:
         config = self._own(self.config)
+        # False means no seeding, and 0 is a valid seed.
         given = config["seed_everything"]
         if given is not False:
             config["seed_everything"] = self.seed(None if given is True else given)
@@ -626,8 +636,10 @@ class TrainerCLI:
         return self._instantiate_trainer(config, [own[key] for key in self._own_parser().callback_keys])
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        # Callbacks of `trainer_defaults` may be configurations, which parsing has not turned into objects.
         always = self.trainer_defaults.get("callbacks")
         every = [*_listed(config.get("callbacks")), *callbacks, *map(_made, _listed(always))]
+        # A `fast_dev_run` writes no files.
         if self.save_config_callback is not None and not config.get("fast_dev_run"):
             parser, parsed = self._own_parser(), self._own(self.config)
             every.append(self.save_config_callback(parser, parsed, **self.save_config_kwargs))
@@ -672,6 +684,7 @@ class TrainerCLI:
     def _run_subcommand(self, name: str) -> None:
         """Run a subcommand, and call the methods `before_<subcommand>` and `after_<subcommand>` if they exist."""
         before, after = getattr(self, f"before_{name}", None), getattr(self, f"after_{name}", None)
+        # A subclass may define the subcommand itself.
         run = getattr(self, name, None) or getattr(self.trainer, name)
         if callable(before):
             before()
@@ -683,6 +696,7 @@ class TrainerCLI:
             run(model=self.model, **given)
         except CheckpointError as error:
             path = given.get("ckpt_path")
+            # A mistyped path is an error of the command line; other errors need their traceback.
             if path and "://" not in str(path) and not Path(path).exists():
                 self._refuse(error)
             raise

@@ -58,6 +58,7 @@ class Actions:
 
         The name contains the callback's `state_key` if there are several callbacks of its class.
         """
+        # The class name alone is ambiguous if there are several callbacks of a class.
         twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
@@ -103,6 +104,7 @@ class Actions:
         self._workers = getattr(loader, "num_workers", None)
 
         def add(value: T) -> T:
+            # One unknown count makes the total unknown.
             rows = None if loader.current is None else loader.current.real_rows
             self._samples = None if rows is None or self._samples is None else self._samples + rows
             return value
@@ -135,6 +137,7 @@ class Actions:
     def begin(self, task: Task, stage: Stage) -> None:
         if self.measures:
             trainer = self._trainer
+            # Without a rank, file names of a single process stay short.
             local_rank = trainer.local_rank if trainer.world_size > 1 else None
             self.profiler.setup(stage.verb, local_rank, trainer.local_dir)
             self.profiler.attach(task, self._count_steps)
@@ -143,6 +146,7 @@ class Actions:
     def finish(self, stage: Stage) -> None:
         if self._is_open:
             self._is_open = False
+            # The report needs the recordings that `teardown` releases.
             self.profiler.describe()
             if stage is Stage.TRAIN and self._trainer.is_global_zero:
                 self._print_time_spent()
@@ -160,6 +164,7 @@ class Actions:
         current = self._trainer.current
         if kind == Stage.TRAIN.step_name:
             return current.training_batches
+        # Evaluation steps run once per loader, so the loaders' lengths are added.
         [stage] = [each for each in Stage if each.step_name == kind]
         return sum(current.evaluation_batches.get(stage, ()), 0.0)
 

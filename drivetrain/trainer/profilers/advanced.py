@@ -54,6 +54,7 @@ class AdvancedProfiler(Profiler):
 
     def start(self, action_name: str) -> None:
         if self._running:
+            # Python allows only one active `cProfile` per process.
             self.profiled_actions[self._running[-1]].disable()
         self._running.append(action_name)
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
@@ -66,6 +67,7 @@ class AdvancedProfiler(Profiler):
             )
         self.profiled_actions[self._running.pop()].disable()
         if self._running:
+            # The outer action continues to be measured.
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:

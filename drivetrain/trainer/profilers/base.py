@@ -129,6 +129,7 @@ class Profiler(ABC):
             log_dir: Directory for the files if the profiler has no `dirpath`.
         """
         self._stage, self._local_rank = stage, local_rank
+        # The directory of the first run is kept for later ones.
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
@@ -165,6 +166,7 @@ class Profiler(ABC):
         """
         folder = Path(self.dirpath or ".")
         folder.mkdir(parents=True, exist_ok=True)
+        # Rank 0 must stay in the name, so only None and empty strings are left out.
         parts = [self._stage, self.filename, self._local_rank, action_name]
         name = "-".join(str(part) for part in parts if part not in (None, ""))
         return folder / (_UNSAFE.sub("_", name or "profile") + extension)
@@ -196,6 +198,7 @@ class TaskProfiler:
     def __get__(self, task: Any, owner: type) -> Any:
         if task is None:
             return self
+        # `task.trainer` would raise an error without a Trainer.
         trainer = task.__dict__.get("_trainer")
         return _UNATTACHED if trainer is None else trainer.profiler
 

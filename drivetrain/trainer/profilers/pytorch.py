@@ -93,6 +93,7 @@ class PyTorchProfiler(Profiler):
         self.row_limit, self.sort_by_key = row_limit, sort_by_key
         usual = schedule(wait=1, warmup=1, active=3, repeat=1)
         self._schedule: Callable[[int], Any] | None = profiler_kwargs.pop("schedule", usual)
+        # Without a schedule, recording begins at once and needs no number of steps.
         self._steps_needed = 0 if self._schedule is None else _steps_to_record(self._schedule)
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         self._options: dict[str, Any] = {"record_shapes": group_by_input_shapes, **profiler_kwargs}
@@ -120,12 +121,14 @@ class PyTorchProfiler(Profiler):
         self._model, self._count_steps = model, count_steps
 
     def start(self, action_name: str) -> None:
+        # Actions are called `[Task]Name.training_step`.
         kind = action_name.rpartition(".")[2]
         if kind in self.STEP_FUNCTIONS and not self.emit_nvtx:
             self._begin_step(kind)
         elif self._recording is None and (self._schedule is None or self.emit_nvtx):
             self._begin_recording(kind="", plan=None)
         if self._recording is not None:
+            # The prefix marks the block, so that the report can find actions among the events.
             self._blocks[action_name] = record_function(f"{self.prefix[:-1]}][profile]{action_name}")
             self._blocks[action_name].__enter__()
 
@@ -200,9 +203,11 @@ class PyTorchProfiler(Profiler):
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)
             return
+        # A schedule with `repeat` is over after its last trace.
         if kind in self._finished:
             return
         if self._recording is not None and self._kind == kind:
+            # The profiler counts steps; the schedule decides what each step does.
             self._recording.step()
             if kind in self._finished:
                 self._end_recording()
@@ -257,6 +262,7 @@ class PyTorchProfiler(Profiler):
         recording, self._recording = self._recording, None
         if recording is None:
             return
+        # Blocks that are still open must end within the recording, the innermost first.
         for block in reversed(self._blocks.values()):
             block.__exit__(None, None, None)
         self._blocks.clear()
@@ -270,6 +276,7 @@ def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]
     """Context manager that shows each module's forward as a named block in traces of `torch.profiler`."""
     handles = []
     for name, module in model.named_modules():
+        # The root module has no name, and TorchScript modules accept no hooks.
         if name and not isinstance(module, torch.jit.ScriptModule):
             kind = type(module)
             block = f"{prefix}{kind.__module__}.{kind.__name__}: {name}"
@@ -297,6 +304,7 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
     """Return the number of steps after which a schedule completes its first trace, or 0 if it never does."""
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
+    # Schedules are functions, so they can only be tried out.
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)
 
 

@@ -76,6 +76,7 @@ class SimpleProfiler(Profiler):
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
+        # First, so that the bookkeeping below is not measured.
         now = time.perf_counter()
         if action_name not in self.current_actions:
             raise ConfigurationError(
@@ -83,6 +84,7 @@ class SimpleProfiler(Profiler):
                 "or use profile.",
             )
         seconds = now - self.current_actions.pop(action_name)
+        # The time of nested actions belongs to them.
         self.own_seconds[action_name] += seconds - self._within.pop()
         if self._within:
             self._within[-1] += seconds
@@ -138,4 +140,5 @@ def time_spent(
         elif kind not in ("", "Strategy"):
             named[f"{owner}.{name}"] += seconds
     spent = TimeSpent.of(timing, samples, workers, cores_of_process(processes_here), dict(named))
+    # Some named actions, such as `setup` hooks, run outside of the time that `timing` measures.
     return replace(spent, total=max(spent.total + making, sum(named.values())))

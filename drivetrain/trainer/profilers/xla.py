@@ -35,6 +35,7 @@ class XLAProfiler(Profiler):
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
+        # The server stays for later runs of this process, since its port is in use.
         if self._server is None:
             self._server = xla.serve_profiles(self.port + self.local_rank)
 

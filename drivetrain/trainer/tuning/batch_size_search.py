@@ -49,6 +49,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
             fitting = trials.run()
         chosen = tried.chosen(fitting)
     finally:
+        # The previous size if the search failed.
         attribute.write(chosen)
         # Loaders made during the trials have another batch size.
         for source in trainer.task_run.sources.values():
@@ -107,10 +108,12 @@ class _Trials:
         self._tried, self._attribute = tried, attribute
         self._source = trainer.task_run.sources[stage]
         self._trial = TrainingTrial(trainer, task, splits=False) if stage is Stage.TRAIN else None
+        # Pipeline stages exchange tensors in each pass, so no rank can try alone.
         self._apart = trainer.world_size > 1 and not trainer.strategy.schedules_microbatches
         loaders = self._source.raw()
         _refuse_several(loaders, stage)
         rows = _rows_of(loaders)
+        # The batch size is that of a rank, which reads only its share of the rows.
         shards = trainer.strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
         self._rows = None if rows is None else max(1, rows // shards)  # rows per rank
         self._most = tried.max_val if self._rows is None else min(tried.max_val, self._rows)
@@ -172,6 +175,7 @@ class _Trials:
         self._attribute.write(size)
         what = "the batch-size search"
         if self._trial is not None and self._apart:
+            # A rank out of memory in the middle of an all-reduce would leave the others waiting.
             alone = attempt_together(partial(self._trial.try_gradients, self._source.again()), what, PATIENCE)
             if not alone.enough:
                 return alone
@@ -189,6 +193,7 @@ class _Trials:
             return True
 
         trial.run(self._source.again(), steps, run)
+        # Validation runs between training steps, so its memory must fit too.
         validation = trainer.task_run.sources[Stage.VALIDATE]
         if trainer.limit_val_batches != 0 and validation.is_defined() and is_overridden(task, Task, "validation_step"):
             try_evaluation(trainer, task, Stage.VALIDATE, validation.again(), steps)

@@ -79,11 +79,14 @@ class LRFinder:
         return self.results["lr"][place]
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
+        # The slope is taken over the index of the points, not over the rate. Otherwise the smallest rates, which are
+        # closest to each other, would dominate with their noise.
         losses = torch.tensor([float(value) for value in self.results["loss"]], dtype=torch.float64)
         places = torch.arange(len(losses))[skip_begin : max(len(losses) - skip_end, 0)]
         places = places[torch.isfinite(losses[places])]
         if len(places) < 2:
             return None
+        # A slope over several points reduces noise further.
         count, around = len(places), max(1, len(places) // 20)
         middle = torch.arange(count)
         before, after = places[(middle - around).clamp(min=0)], places[(middle + around).clamp(max=count - 1)]
@@ -150,6 +153,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
             f"returned {len(trainer.task_optimizers)}. Search each task of one optimizer by itself.",
         )
     found = LRFinder(tried.mode, tried.min_lr, tried.max_lr, tried.num_training)
+    # A copy without a prepared loader, so that trial steps do not use the run's own loader.
     source = trainer.task_run.sources[Stage.TRAIN].again()
     losses = _SmoothedLosses(tried.early_stop_threshold)
     with preserve_run(trainer, task, trains=True):
@@ -165,6 +169,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
             loss = watched.take(trainer)
             continues = losses.add(loss)
             found.results["lr"].append(rate)
+            # A step without a loss keeps its place, so that both lists have equal lengths.
             found.results["loss"].append(losses.latest if loss is not None else math.nan)
             advance(lr=rate, loss=losses.latest)
             return continues
@@ -195,6 +200,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
     """
     groups = trainer.optimizers[0].param_groups
     before = [group["lr"] for group in groups]
+    # Schedules that depend on the rate, such as OneCycleLR, must be created anew.
     if trainer.global_step == 0:
         with isolated_random_state(devices=True):
             configured = task.configure_optimizers()
@@ -222,6 +228,7 @@ class _Losses(Callback):
         if loss is not None and not trainer.logged.skips:
             weight = torch.as_tensor(outputs.get("weight", 1.0), device=loss.device)
             mean = "weight" not in outputs
+            # Without a weight, outputs hold a mean, which is turned into a sum with the weight 1.
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
@@ -257,9 +264,11 @@ class _SmoothedLosses:
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
         # Bias correction for the start at 0, as in Adam.
         self.latest = self._mean / (1 - SMOOTHING**self._count)
+        # The first loss has nothing to be compared with.
         if self._threshold is not None and self._count > 1:
             if not math.isfinite(self.latest):
                 self.verdict = "was no number any more"
+            # Equals `latest > threshold * best` for positive losses, and is right for negative ones too.
             elif self.latest - self._best > (self._threshold - 1) * abs(self._best):
                 self.verdict = f"exceeded {self._threshold:g} times the smallest one"
         self._best = min(self._best, self.latest)

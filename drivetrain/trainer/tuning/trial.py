@@ -36,6 +36,7 @@ class TrainingTrial:
         self._trainer, self._task = trainer, task
         assert trainer.task_run.model is not None
         with trainer.task_run.with_callbacks(callbacks):
+            # These hooks are kept for all trials, since `with_callbacks` ends here.
             self._hooks = trainer.hooks
             view = trainer.strategy.view(trainer.task_run.model, "train" if task.automatic_optimization else "manual")
             self._step = choose_step(trainer, task, view, splits)
@@ -65,6 +66,7 @@ class TrainingTrial:
                 trainer.logged.enter(TRAIN_STEP)
                 with closing(self._windows(loader, limit)) as windows:
                     for window in windows:
+                        # A signal of the cluster ends the trial, so that the process can leave in time.
                         is_over = not run_window(done, window) or trainer.control.ends_to_be_resumed
                         done += 1
                         is_over = is_over or done >= steps
@@ -100,6 +102,7 @@ class TrainingTrial:
     ) -> Generator[list[PendingBatch], None, None]:
         size, index = self._trainer.accumulate_grad_batches, 0
         window: list[PendingBatch] = []
+        # Each epoch of the trial has an order of its own, as in a run.
         loader.set_epoch(self._trainer.progress.epoch)
         for batch in loader.iterate_pending(limit, together=True):
             batch.batch_idx = index
@@ -160,6 +163,7 @@ def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
             stack.enter_context(part.kept())
         stack.callback(restore_metric_states, task, metrics)
         stack.callback(trainer.progress.load_state_dict, progress)
+        # Callbacks run in reverse: weights and optimizers are restored first.
         stack.callback(_TrainedState(trainer, task, trains).restore)
         yield
 
@@ -173,6 +177,7 @@ class _TrainedState:
     def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
         engine, model = trainer.accelerator, trainer.task_run.model
         assert model is not None
+        # Evaluation changes no weights, only buffers and metric states.
         weights = engine.strategy.state.parameters_in_place(model).values() if trains else ()
         tensors = [local_part(each.detach()) for each in (*weights, *task.buffers())]
         self._tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
@@ -193,10 +198,12 @@ class _TrainedState:
             for tensor, copy in self._tensors:
                 tensor.copy_(copy)
         for optimizer, state, groups in self._optimizers:
+            # Gradients of the last trial step would be added to those of the run.
             optimizer.zero_grad()
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, kept in zip(optimizer.param_groups, groups, strict=False):
+                # Parameters are not copied, they are restored in place above.
                 group.update(kept)
         for one, saved in self._others:
             one.load_state_dict(saved)
@@ -287,6 +294,7 @@ class TunedAttribute:
     @property
     def value(self) -> Any:
         """Current value of the attribute. The value in the data module takes precedence over the task's."""
+        # The data module comes last among the holders.
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 

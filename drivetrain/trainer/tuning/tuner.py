@@ -180,6 +180,7 @@ class Tuner:
             loaders, datamodule = {**loaders, stage: None}, loaders[stage]
         progress = trainer.progress.state_dict()
         with ExitStack() as stack:
+            # Exits run in reverse order: teardown first, then the counters, then random generators.
             stack.enter_context(isolated_random_state(devices=True))
             stack.enter_context(kept_generators(task, datamodule))
             stack.callback(trainer.progress.load_state_dict, progress)
@@ -195,6 +196,7 @@ class Tuner:
             trainer.current.stage = stage
             yield task
             for each, source in run.sources.items():
+                # After a batch-size search, `trainer.train_dataloader` shows the loader with the new size.
                 if source.is_stale and source.is_defined():
                     trainer.current.loaders[each] = source.raw()
 
@@ -207,6 +209,7 @@ class Tuner:
             task.configure_model()
         trainer = self._trainer
         task_checks.check_training_step(task, trainer.accumulate_grad_batches, trainer.gradient_clip_val)
+        # As in `fit`, so that trial steps use the model and the optimizers of the run.
         run.place(task, run.configure_optimizers(task))
 
 
