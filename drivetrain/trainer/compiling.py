@@ -57,13 +57,14 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
         given = {"blocks": True}
     if not isinstance(given, Mapping):
         raise ConfigurationError(
-            f"compile={given!r}: give True, 'blocks' for the repeated blocks of the model, False, or a dict of "
-            f"{', '.join(_OPTIONS)}.{nearest(str(given), ('blocks', *_OPTIONS))}",
+            f"Trainer(compile={given!r}) is not valid. Use True, False, 'blocks' to compile only the repeated blocks "
+            f"of the model, or a dict with the keys {', '.join(_OPTIONS)}.{nearest(str(given), ('blocks', *_OPTIONS))}",
         )
     for name in given:
         if name not in _OPTIONS:
             raise ConfigurationError(
-                f"compile has the key {name!r}; allowed are {', '.join(_OPTIONS)}.{nearest(str(name), _OPTIONS)}",
+                f"Trainer(compile=...) has the unknown key {name!r}. Allowed keys are {', '.join(_OPTIONS)}."
+                f"{nearest(str(name), _OPTIONS)}",
             )
     chosen = {"backend": "inductor", **given}
     return TorchDynamoPlugin(use_regional_compilation=bool(chosen.pop("blocks", False)), **chosen)

@@ -79,13 +79,13 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))
-            raise CheckpointError(f"{checkpoint_path} holds {count} models, so none of them is that of a task.")
+            raise CheckpointError(f"{checkpoint_path} contains {count} models. A task is loaded from one with 1 model.")
         task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate)
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
-                f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
+                f"{cls.__name__}.strict_loading={set_strict}. Leave strict out, or change strict_loading.",
             )
         # Tasks may create layers here, so it must run before the weights are loaded.
         task.configure_model()
@@ -114,8 +114,8 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         found = self.load_state_dict(weights, strict=strict)
         if found is not None and (found.missing_keys or found.unexpected_keys):  # None from an override
             logger.warning(
-                f"{source} has other weights than {type(self).__name__}. Not in it: {found.missing_keys or 'none'}. "
-                f"Only in it: {found.unexpected_keys or 'none'}."
+                f"The weights in {source} do not match {type(self).__name__}. Missing in the checkpoint: "
+                f"{found.missing_keys or 'none'}. Unexpected in the checkpoint: {found.unexpected_keys or 'none'}."
             )
         if not weights:
             logger.warning(f"The state dict in {source} contains no parameters for {type(self).__name__}.")
@@ -142,7 +142,9 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for name in needed:
             if find_spec(name) is None:
-                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".')
+                raise ConfigurationError(
+                    f'to_onnx requires the package {name}. Install it with pip install "drivetrain[onnx]".'
+                )
         if isinstance(file_path, Path):
             file_path = os.fspath(file_path)
         with Exporting(self):
@@ -219,8 +221,8 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise ConfigurationError(
-                f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
-                "with. Give one of the two.",
+                f"{method} requires either `{argument}` or `model.example_input_array` as an example input for "
+                f"{type(self).__name__}. Pass {argument}, or set example_input_array.",
             )
         task: Any = self
         # The example takes the way of a batch, so that it reaches forward as in training.

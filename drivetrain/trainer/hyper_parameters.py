@@ -34,7 +34,9 @@ class HyperParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"There is no hyper-parameter {name!r}; known: {', '.join(self) or 'none'}.") from None
+            raise AttributeError(
+                f"There is no hyper-parameter {name!r}. Known are: {', '.join(self) or 'none'}."
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -118,8 +120,8 @@ def select_hyper_parameters(
         unknown = [name for name in names if name not in arguments]
         if unknown:
             raise ValueError(
-                f"save_hyperparameters({', '.join(map(repr, names))}): {unknown} are no arguments of the constructor, "
-                f"which has {sorted(arguments)}."
+                f"save_hyperparameters({', '.join(map(repr, names))}): the constructor has no arguments {unknown}. It "
+                f"has {sorted(arguments)}."
             )
         chosen = {name: arguments[name] for name in names}
     else:
@@ -132,8 +134,9 @@ def _is_module(name: str, value: Any) -> bool:
     if not isinstance(value, nn.Module):
         return False
     logger.warning(
-        f"save_hyperparameters() leaves out {name!r}: it is a module, whose weights a checkpoint holds already. Name "
-        f"it in ignore=[{name!r}], and give it again to load_from_checkpoint({name}=...)."
+        f"save_hyperparameters() does not save {name!r}, because it is a module, whose weights are saved in "
+        f"checkpoints anyway. Use ignore=[{name!r}] to avoid this warning. Pass the module again when you load the "
+        f"checkpoint: load_from_checkpoint({name}=...)."
     )
     return True
 
@@ -156,7 +159,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"hparams_file={os.fspath(path)!r} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"hparams_file={os.fspath(path)!r} is no YAML file of names and values, nor a CSV file of them."
+            f"hparams_file={os.fspath(path)!r} is not a YAML or CSV file with the names and values of hyper-parameters."
         )
     return dict(found)
 
@@ -192,9 +195,9 @@ def made_of(
         return kind.construct_with({**arguments_for(kind, saved, name), **overrides})
     if not str(instantiator).endswith(".cli.instantiate_module"):
         raise CheckpointError(
-            f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them. Only what a command line "
-            "has left is made again, which names drivetrain.trainer.cli.instantiate_module. Give all arguments of the "
-            "constructor, and hparams_file= of a YAML file with none."
+            f"The {kind.__name__} in this checkpoint was created by {instantiator!r}, which is not called. Only "
+            "objects of a TrainerCLI can be created again (drivetrain.trainer.cli.instantiate_module). Pass all "
+            "arguments of the constructor yourself, and hparams_file= with a YAML file that contains only {}."
         )
     # The name is compared, never imported: another tool's command line leaves the same entries under its own path.
     from drivetrain.trainer.cli.instantiation import make_again  # few runs began on a command line
@@ -232,8 +235,8 @@ def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str
     found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
     if changed:
         logger.warning_once(
-            f"Hyper-parameters come back from a checkpoint as plain values: {', '.join(changed)}. Convert them in the "
-            "constructor, or give the objects again to load_from_checkpoint."
+            f"These hyper-parameters are loaded from a checkpoint as plain values: {', '.join(changed)}. Convert them "
+            "in the constructor, or pass the objects again to load_from_checkpoint."
         )
     return found
 
@@ -267,8 +270,9 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
         name = place.split(".")[0]
         raise CheckpointError(
             f"The hyper-parameter {place!r} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
-            f"hold: it takes tensors, numbers, text, and lists, tuples, sets and dicts of them. Leave it out, "
-            f"save_hyperparameters(ignore=[{name!r}]), and give it again to load_from_checkpoint({name}=...)."
+            "store. Allowed are tensors, numbers, strings, and lists, tuples, sets and dicts of them. Leave it out "
+            f"with save_hyperparameters(ignore=[{name!r}]), and pass it again when you load: "
+            f"load_from_checkpoint({name}=...)."
         ) from None
     return value
 

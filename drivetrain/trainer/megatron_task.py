@@ -61,7 +61,7 @@ class MegatronTask(Task):
         The strategy sets parallel sizes and dtypes in the returned `TransformerConfig`.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no transformer_config; override it, such as with `return "
+            f"{type(self).__name__} does not define transformer_config. Override it, for example with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
         )
 
@@ -80,9 +80,9 @@ class MegatronTask(Task):
             A model of megatron-core, such as a `GPTModel`.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no model_provider; override it, such as with `return GPTModel(config, "
-            "get_gpt_layer_local_spec(), vocab_size=..., max_sequence_length=..., pre_process=pre_process, "
-            "post_process=post_process, vp_stage=vp_stage)`.",
+            f"{type(self).__name__} does not define model_provider. Override it, for example with `return "
+            "GPTModel(config, get_gpt_layer_local_spec(), vocab_size=..., max_sequence_length=..., "
+            "pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)`.",
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
@@ -187,8 +187,8 @@ class MegatronTask(Task):
         found: MegatronRuntime | None = getattr(strategy, "runtime", None)
         if found is None:
             raise ConfigurationError(
-                f"{type(self).__name__} is a MegatronTask, whose model strategy='megatron' builds and runs, but the "
-                f"strategy is {strategy!r}. Use Trainer(strategy=Megatron(...)), also on one process.",
+                f"{type(self).__name__} is a MegatronTask, which only the strategy 'megatron' can run, but the Trainer "
+                f"uses {strategy!r}. Use Trainer(strategy=Megatron(...)), even with a single process.",
                 see="megatron.md",
             )
         return found

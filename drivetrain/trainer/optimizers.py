@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers), or of a list and one scheduler; "
     "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
-    "by name; or None to train without one, or by hand"
+    "by name; or None to train without an optimizer or to update parameters yourself"
 )
 
 
@@ -80,8 +80,8 @@ class SchedulerConfig:
         frequency = interval_of(given, "frequency")
         if isinstance(frequency, Duration) and frequency.unit is Unit.SECONDS:
             raise ConfigurationError(
-                f"A scheduler's frequency cannot be a time, as {given!r} is: learning rates would differ from run to "
-                "run. Give steps, epochs, samples, tokens or a part of the run.",
+                f"The frequency of a scheduler cannot be a time such as {given!r}, because learning rates would differ "
+                "between runs. Use steps, epochs, samples, tokens or a fraction of the run.",
             )
         self.interval = "step"
         self.frequency = frequency
@@ -112,8 +112,8 @@ def names_of(configured: Any) -> tuple[str, ...]:
     for name in configured:
         if not isinstance(name, str) or name in ("loss", "weight"):
             raise ConfigurationError(
-                f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
-                "'loss' and 'weight', which mean a single loss.",
+                f"configure_optimizers returned an optimizer with the name {name!r}. Names must be strings other than "
+                "'loss' and 'weight', which training_step uses to return a single loss.",
             )
     # By id, because tensors compare element by element.
     owners: dict[int, str] = {}
@@ -122,8 +122,8 @@ def names_of(configured: Any) -> tuple[str, ...]:
             for parameter in group["params"]:
                 if owners.setdefault(id(parameter), name) != name:
                     raise ConfigurationError(
-                        f"The optimizers {owners[id(parameter)]!r} and {name!r} hold the same parameter, so it would "
-                        "be stepped twice. Give each parameter to one of them.",
+                        f"The optimizers {owners[id(parameter)]!r} and {name!r} have a parameter in common, which "
+                        "would be updated twice in each step. Pass each parameter to only one of them.",
                     )
     return tuple(configured)
 
@@ -147,8 +147,8 @@ def parse_configured_optimizers(
             )
         if config.reduce_on_plateau and config.monitor is None and not by_hand:
             raise ConfigurationError(
-                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
-                "logged value to watch. Return "
+                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the name "
+                "of a logged value. For example, return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}.",
             )
         # A scheduler of another optimizer would step without any effect on training.
@@ -205,8 +205,8 @@ def _from_dicts(
         for key in item:
             if key not in allowed:
                 raise ConfigurationError(
-                    f"configure_optimizers returned a dict with the key {key!r}; "
-                    f"allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}",
+                    f"configure_optimizers returned a dict with the unknown key {key!r}. "
+                    f"Allowed keys: {', '.join(allowed)}.{nearest(str(key), allowed)}",
                 )
         if "optimizer" not in item:
             raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.")
@@ -229,20 +229,20 @@ def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False)
     unknown = sorted(str(key) for key in item if key not in SCHEDULER_KEYS)
     if unknown:
         raise ConfigurationError(
-            f"A scheduler's dict has the key {unknown[0]!r}; allowed: {', '.join(SCHEDULER_KEYS)}."
+            f"The dict of a scheduler has the unknown key {unknown[0]!r}. Allowed keys: {', '.join(SCHEDULER_KEYS)}."
             f"{nearest(unknown[0], SCHEDULER_KEYS)}",
         )
     without_effect = [key for key in item if key in _OF_AUTOMATIC_STEPS]
     if by_hand and without_effect:
         warnings.warn(
-            f"The lr scheduler dict contains the key(s) {without_effect}, but the keys will be ignored: who optimizes "
-            "by hand steps schedulers by hand.",
+            f"The lr scheduler dict contains the key(s) {without_effect}, but the keys will be ignored: with "
+            "automatic_optimization = False, you step schedulers yourself in training_step.",
             RuntimeWarning,
             stacklevel=2,
         )
     if "scheduler" not in item:
         raise ConfigurationError(
-            "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
+            'The lr scheduler dict must have the key "scheduler", with the learning-rate scheduler as its value.',
         )
     # The scheduler's own monitor wins over that of the optimizer's dict.
     return SchedulerConfig(**{"monitor": monitor, **item})
@@ -258,8 +258,8 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
         # An optimizer with empty groups would run without changing anything.
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} holds no parameters. Give it the task's: "
-                "torch.optim.SGD(self.parameters(), lr=...).",
+                f"{type(optimizer).__name__} has no parameters to optimize. Pass it the parameters of the task, for "
+                "example torch.optim.SGD(self.parameters(), lr=...).",
             )
     return optimizers
 
@@ -335,7 +335,9 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
                     f"{message}. Available metrics are: {', '.join(known) or 'none'}."
                     f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict.",
                 )
-            warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{message} but strict is `False`: the learning rate does not change.", RuntimeWarning, stacklevel=2
+            )
             return
     # Parameter groups may have been added since the scheduler was created, for example by finetuning.
     cover_new_groups(config.scheduler)

@@ -59,7 +59,7 @@ class TrainerOptions:
             fraction = isinstance(value, float) and 0.0 <= value <= 1.0
             if not (value is None or whole or fraction):
                 raise ConfigurationError(
-                    f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a "
+                    f"`Trainer` was passed invalid value {name}={value!r}. Use a whole number of batches (10), or a "
                     "fraction from 0.0 to 1.0 (0.25).",
                 )
         for name, least in _COUNTS.items():
@@ -69,9 +69,9 @@ class TrainerOptions:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 kind = "an int >= 0" if least == 0 else "an integer"
                 raise ConfigurationError(
-                    f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number."
+                    f"{name}={value!r} is not valid: `{name}` must be a non-negative integer or -1."
                     if least < 0
-                    else f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.",
+                    else f"{name}={value!r} should be {kind}. Use a whole number of at least {least}.",
                 )
         if self.gradient_clip_val is not None or self.gradient_clip_algorithm is not None:
             check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
@@ -81,12 +81,13 @@ class TrainerOptions:
             raise ConfigurationError(
                 f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
                 "should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs "
-                "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too.",
+                "for timedelta) when `check_val_every_n_epoch=None`. Other durations ('1000 steps') are allowed too.",
             )
         if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(
-                f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
-                f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
+                f"on_interrupt={self.on_interrupt!r} is not valid. Use 'raise' to raise KeyboardInterrupt after "
+                "Ctrl-C, once a checkpoint is saved, or 'return' to return from "
+                f"fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
             )
 
     @classmethod
@@ -98,7 +99,8 @@ class TrainerOptions:
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
         if given["fast_dev_run"] < 0:
             raise ConfigurationError(
-                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run.",
+                f"fast_dev_run={given['fast_dev_run']} should be >= 0. It is the number of batches to run of each "
+                "stage.",
             )
         options = cls(**by_unit(chosen))
         # The default of 1000 epochs would end a run with another limit too early.
@@ -236,7 +238,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
         )
     # NaN is not below 0, so it needs its own check.
     if value is not None and (math.isnan(value) or value < 0):
-        raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
+        raise ConfigurationError(f"gradient_clip_val={value!r} is not valid. Use a number of at least 0, or None.")
 
 
 def check_validation_interval(interval: Any) -> None:
@@ -247,7 +249,7 @@ def check_validation_interval(interval: Any) -> None:
     fraction = isinstance(interval, float) and 0.0 < interval <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
+            f"`Trainer` was passed invalid value val_check_interval={interval!r}. Use a whole number of batches, a "
             "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min').",
         )
 
@@ -278,14 +280,15 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
         # Unit.RUN is a fraction of the run.
         if limit.unit is Unit.RUN:
             raise ConfigurationError(
-                f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "
+                f"max_duration={given['max_duration']!r} is a fraction of the run, so it cannot limit the run. Use "
                 "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'.",
             )
         # Steps, epochs and time have an option of their own; samples and tokens stay here.
         counted = _LIMIT_OF.get(limit.unit)
         if counted is not None and chosen.get(counted) not in (None, -1):
             raise ConfigurationError(
-                f"max_duration={given['max_duration']!r} and {counted}={chosen[counted]!r} limit the same; give one.",
+                f"max_duration={given['max_duration']!r} and {counted}={chosen[counted]!r} limit the same quantity. "
+                "Use only one of them.",
             )
         chosen["max_duration"] = limit if counted is None else None
         if counted is not None:
@@ -300,15 +303,15 @@ def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: A
     """Set `val_check_interval` or `check_val_every_n_epoch` from a duration, depending on its unit."""
     assert interval is not None
     if not interval.amount:
-        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")
+        raise ConfigurationError(f"val_check_interval={written!r} is not valid. It must be greater than 0.")
     chosen["val_check_interval"] = interval.timedelta if interval.unit is Unit.SECONDS else interval
     if interval.unit is Unit.SECONDS:
         return
     # 1 is the default, which cannot be told from an explicit 1.
     if chosen.get("check_val_every_n_epoch") not in (None, 1):
         raise ConfigurationError(
-            f"val_check_interval={written!r} counts through all epochs, so check_val_every_n_epoch="
-            f"{chosen['check_val_every_n_epoch']} cannot be given too. Leave one of them out.",
+            f"val_check_interval={written!r} counts across epochs, so it cannot be combined with "
+            f"check_val_every_n_epoch={chosen['check_val_every_n_epoch']}. Leave one of them out.",
         )
     chosen["check_val_every_n_epoch"] = None
     if interval.unit is Unit.EPOCHS:

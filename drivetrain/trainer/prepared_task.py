@@ -182,9 +182,9 @@ class TaskRun:
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
             logger.warning(
-                f"{type(task).__name__}.configure_optimizers returned none, so this fit will run with no optimizer: "
-                "losses and gradients are computed, and no parameter changes. If that is not intended, return an "
-                "optimizer, or set automatic_optimization = False to train by hand."
+                f"{type(task).__name__}.configure_optimizers returned None, so this fit will run with no optimizer: "
+                "losses and gradients are computed, but parameters do not change. If this is not intended, return an "
+                "optimizer, or set automatic_optimization = False to update parameters yourself."
             )
         # A task that optimizes by hand steps its schedulers by hand, too.
         # Known once, so that a step without schedulers does not have to look for them.

@@ -74,15 +74,15 @@ def make_accelerator(
         ]
         if changed:
             raise ConfigurationError(
-                f"Trainer(accelerator=<Accelerator>) runs on what that Accelerator is, so {', '.join(changed)} cannot "
-                "be given too. Give them to the Accelerator.",
+                f"Trainer(accelerator=<Accelerator>) uses the settings of that Accelerator, so {', '.join(changed)} "
+                "cannot be passed to the Trainer. Pass them to the Accelerator.",
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     count, numbers = _chosen_devices(devices)
     if numbers and (kind or detect_device_kind()).name == "cpu" and sorted(numbers) != list(range(len(numbers))):
         raise ConfigurationError(
-            f"devices={devices!r}: the CPU is one device and has no numbers. Give the number of processes: "
+            f"devices={devices!r} is not valid for the CPU, which has no device indices. Use the number of processes: "
             f"devices={len(numbers)}."
         )
     environment = ProcessEnvironment.detect()
@@ -118,8 +118,8 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
     launched = Launched().strategy() if strategy == "auto" else None
     if launched is not None:
         raise ConfigurationError(
-            f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
-            f"strategy={launched.name!r}. Launch without it, give Trainer(strategy='ddp'), or leave sync_batchnorm out "
+            f"Trainer(sync_batchnorm=True) works only with strategy='ddp', but the launcher selected "
+            f"strategy={launched.name!r}. Launch without it, use Trainer(strategy='ddp'), or leave sync_batchnorm out "
             "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
         )
 
@@ -143,7 +143,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
         chosen = engine.accumulation.plugin.num_steps
         if chosen != 1 and chosen == launched:
             logger.warning_once(
-                "accumulate_grad_batches=%d: the Trainer was given none, and the launcher was asked for "
+                "The Trainer uses accumulate_grad_batches=%d, because the launcher was started with "
                 "--gradient_accumulation_steps %d.",
                 chosen,
                 chosen,
@@ -151,7 +151,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
         options = replace(options, accumulate_grad_batches=chosen)
     elif launched not in (None, 1, accumulate):
         logger.warning_once(
-            "Trainer(accumulate_grad_batches=%d) counts, not the launcher's --gradient_accumulation_steps %d.",
+            "Trainer(accumulate_grad_batches=%d) replaces the launcher's --gradient_accumulation_steps %d.",
             accumulate,
             launched,
         )
@@ -165,10 +165,10 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     )
     if options.auto_micro_batch and not strategy.repeats_steps:
         raise ConfigurationError(
-            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
-            "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
-            "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
-            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one.",
+            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}, whose processes exchange tensors within "
+            "a step, so that a step cannot be repeated on one of them. It works with strategy='single', and with 'ddp' "
+            "without comm_hook and sync_batchnorm. Otherwise use a smaller batch size, which "
+            "Tuner(trainer).scale_batch_size finds, and a larger accumulate_grad_batches.",
         )
     return options
 
@@ -188,14 +188,14 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
         # True is an int, but no number of processes.
         if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or (count < 1 and count != -1)):
             raise ConfigurationError(
-                f"devices={count!r}: give the number of processes on this machine, the numbers of its devices "
-                "([0, 1]), -1 for all, or 'auto'.",
+                f"devices={count!r} is not valid. Use the number of processes on this machine, a list of device "
+                "indices ([0, 1]), -1 for all devices, or 'auto'.",
             )
         return count, None
     texts = [str(each) for each in numbers if not isinstance(each, bool)]
     if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
         raise ConfigurationError(
-            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'."
+            f"devices={devices!r} is not valid. Use different device indices, such as [0, 1] or '0,1'."
         )
     return len(texts), [int(each) for each in texts]
 
@@ -217,8 +217,8 @@ def _left_to_verbs(
         # No warning in processes that a Trainer itself has started.
         if multiprocessing.parent_process() is None:
             logger.warning_once(
-                f"strategy={spawned.name!r}: a launcher ({environment.source}) has started the "
-                "processes of this run, so its verbs start none, and the strategy is 'ddp'."
+                f"The Trainer uses strategy 'ddp' instead of {spawned.name!r}, because a launcher "
+                f"({environment.source}) has already started the processes of this run."
             )
         return spawned.within(), count
     found, wanted = _wanted_processes(kind, count, numbers)
@@ -255,7 +255,8 @@ def _start_processes(
             )
         if num_nodes not in (1, environment.num_nodes):
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}.",
+                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}. "
+                "Leave num_nodes out, or change the number in the launcher.",
             )
         return
     if num_nodes > 1:
@@ -274,7 +275,7 @@ def _start_processes(
             raise
         warnings.warn(
             f"This machine has {wanted} {found.name} devices, but an interactive session cannot start processes for "
-            "them, so one is used. drivetrain.notebook_launcher uses them all.",
+            "them, so only one is used. Use drivetrain.notebook_launcher to train on all of them.",
             stacklevel=5,
         )
 
@@ -285,7 +286,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
         set_seed(seed)
     # Checked before it is used as a truth value, in which any string is True.
     if deterministic not in (None, True, False, "warn"):
-        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
+        raise ConfigurationError(f"deterministic={deterministic!r} is not valid. Use True, False or 'warn'.")
     if deterministic:
         make_deterministic(deterministic)
     if benchmark is not None:
@@ -331,7 +332,9 @@ def make_callbacks(
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.")
+            raise ConfigurationError(
+                f"callbacks contains {described(callback)}. Pass instances of drivetrain.Callback."
+            )
     saving = [callback for callback in callbacks if callback.saves_checkpoints]
     if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
@@ -346,7 +349,7 @@ def make_callbacks(
     if len(bars) > 1:
         raise ConfigurationError(
             f"You added multiple progress bar callbacks: {' and '.join(map(described, bars))}. They would draw over "
-            "each other: keep one.",
+            "each other, so keep only one.",
         )
     if bars and arguments["enable_progress_bar"] is False:
         raise ConfigurationError(

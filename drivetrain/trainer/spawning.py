@@ -271,10 +271,11 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
     except Exception as error:
         found = what_cannot_be_sent(_parts(verb), has_script) or str(error)
         raise ConfigurationError(
-            f"strategy={strategy!r} sends what {verb.stage.verb}() needs to new processes, but {found}. Define classes "
-            "and functions at the top level of a file, and make what cannot be pickled (lambdas, open files, locks, "
-            "connections) in setup() or configure_model(), which run in each process. Or use strategy='ddp_fork', "
-            "which sends nothing, or 'ddp', which runs the script in each process.",
+            f"strategy={strategy!r} pickles all objects that {verb.stage.verb}() needs for the new processes, but "
+            f"{found}. Define classes and functions at the top level of a file, and create objects that cannot be "
+            "pickled (lambdas, open files, locks, connections) in setup() or configure_model(), which run in each "
+            "process. Or use strategy='ddp_fork', which pickles nothing, or 'ddp', which runs the script in each "
+            "process.",
         ) from error
 
 

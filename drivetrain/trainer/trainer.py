@@ -427,7 +427,7 @@ R = TypeVar("R")
 
 _WITHOUT_EFFECT = {
     "fused_optimizer": FUSED_HINT,
-    "optimizer_in_backward": "Each step has the same numbers without it; FSDP and cpu_offload save memory.",
+    "optimizer_in_backward": "Results are the same without it. To save memory, use FSDP or cpu_offload.",
     "advise": "Run drivetrain tune script.py, which shows what makes steps faster.",
 }
 """Arguments of the Trainer that are taken and ignored, with what to do instead."""
@@ -650,7 +650,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         # Before processes start and data are loaded: the common mistakes are reported at once.
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
-            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
+            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} have the same meaning. Use one.")
         if self.spawning is not None:
             asked = asked_to_resume(ckpt_path if resume is None else resume)
             self._spawned(Stage.TRAIN, model, train_dataloaders, val_dataloaders, datamodule, asked, None, weights_only)
@@ -952,9 +952,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         # Some parameters are one step ahead of the others, and no resume could repair that.
         if step.is_torn:
             raise CheckpointError(
-                "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
-                "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "
-                "Save in on_train_batch_end, or resume from the last checkpoint."
+                "A checkpoint cannot be saved while a step is changing parameters: between the steps of two "
+                "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that updates parameters. "
+                "Save it in on_train_batch_end, or resume from the last checkpoint."
             )
         if self.loop is not None and self.current.stage in (Stage.TRAIN, Stage.VALIDATE):
             # A run that resumes from the checkpoint does not log the current step again.
@@ -980,7 +980,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         training = self.task_run.sources.get(Stage.TRAIN)
         if training is None:
-            raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
+            raise ConfigurationError("estimated_stepping_batches is available only during fit().")
         loader = training.prepare_training()
         # Callers read this before the first epoch, for example to create a schedule.
         self.current.training_batches = epoch_length(self, loader)

@@ -31,7 +31,7 @@ def require_jsonargparse(owner: str) -> None:
     """Raise an error if jsonargparse is not installed."""
     if not IS_INSTALLED:
         raise ConfigurationError(
-            f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".',
+            f'{owner} requires jsonargparse[signatures]. Install it with pip install "drivetrain[cli]".',
         )
 
 
@@ -106,8 +106,8 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
     types = argument_types(kind)
     if not types.pop("**", None) and (unknown := [name for name in arguments if name not in types]):
         raise ConfigurationError(
-            f"{kind.__name__} cannot be made of its hyper-parameters: its constructor takes no "
-            f"{', '.join(unknown)}; it takes {', '.join(types) or 'no arguments'}.",
+            f"{kind.__name__} cannot be created from its hyper-parameters: its constructor has no argument "
+            f"{', '.join(unknown)}. It has {', '.join(types) or 'no arguments'}.",
         )
     values = {
         name: _made(types.get(name, Any), value, name, instantiate or name in given)
@@ -191,8 +191,9 @@ def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
         return loaded
     if not instantiate:
         raise CheckpointError(
-            f"The hyper-parameters name the class {path!r}, which would be imported. If you trust the file, give "
-            "load_from_checkpoint(instantiate=True); else import the class and call its own load_from_checkpoint."
+            f"The checkpoint names the class {path!r}, which is not imported without your consent. If you trust the "
+            "file, use load_from_checkpoint(instantiate=True). Otherwise, import the class and call its own "
+            "load_from_checkpoint."
         )
     found: type[M] = _class_at(path, [class_type], "the task")
     return found
@@ -205,14 +206,14 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
         found = getattr(importlib.import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: the hyper-parameters name {path!r}, which cannot be imported: {error}. Give {name}= yourself."
+            f"The hyper-parameters name {path!r} for {name}. It cannot be imported: {error}. Pass an object yourself."
         ) from None
     # Not `issubclass`, which a metaclass of the imported class could override.
     if isinstance(found, type) and any(base in found.__mro__ for base in bases):
         return found
     raise CheckpointError(
-        f"{name}: the hyper-parameters name {path!r}, which is no subclass of "
-        f"{' or '.join(base.__name__ for base in bases)}. It is not called: give {name}= yourself."
+        f"The hyper-parameters name {path!r} for {name}. It is not called, because it is no subclass of "
+        f"{' or '.join(base.__name__ for base in bases)}. Pass an object yourself."
     )
 
 
@@ -221,9 +222,9 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
     # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
-            f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class would be imported and "
-            "called. If you trust the file, give load_from_checkpoint(instantiate=True); else give the argument "
-            f"itself, load_from_checkpoint({name}=...)."
+            f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class is not imported and "
+            "called without your consent. If you trust the file, use load_from_checkpoint(instantiate=True). "
+            f"Otherwise, pass the object itself: load_from_checkpoint({name}=...)."
         )
     if value is None:
         return None
@@ -250,8 +251,8 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
             return each(value)
     if names_an_object(value):
         raise ConfigurationError(
-            f"{name!r} is annotated with no class, so nothing is made of {_shortened(value)} for it. Annotate the "
-            f"argument, or give it by hand: load_from_checkpoint({name}=...).",
+            f"No object can be created from {_shortened(value)} for {name!r}, which is not annotated with a class. "
+            f"Annotate the argument, or pass the object itself: load_from_checkpoint({name}=...).",
         )
     return value
 
@@ -266,7 +267,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
     try:
         return parser.parse_object({"value": value}).value
     except ArgumentError as error:
-        raise ConfigurationError(f"The hyper-parameter {name!r} does not fit: {error}") from None
+        raise ConfigurationError(f"The hyper-parameter {name!r} has the wrong type: {error}") from None
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
@@ -274,8 +275,8 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
-            f"{name!r} is annotated with no class, so {value['class_path']!r} is not made for it. Annotate the "
-            f"argument, or give it by hand: load_from_checkpoint({name}=...).",
+            f"{value['class_path']!r} is not created for {name!r}, which is not annotated with a class. Annotate the "
+            f"argument, or pass the object itself: load_from_checkpoint({name}=...).",
         )
     kind = _class_at(value["class_path"], [*plain, *makers], name)
     types = argument_types(kind)
@@ -292,8 +293,8 @@ def _named(hint: Any, value: str, name: str) -> Any:
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
     raise CheckpointError(
-        f"The hyper-parameter {name!r} is {value!r}, a name that would be imported. Give the argument itself, "
-        f"load_from_checkpoint({name}=...)."
+        f"The hyper-parameter {name!r} is {value!r}, the name of an object, which is not imported. Pass the object "
+        f"itself: load_from_checkpoint({name}=...)."
     )
 
 
@@ -366,8 +367,9 @@ def configuration_of(
             named = _class_at(path, [object], "model")
         if named is None:
             raise CheckpointError(
-                f"The checkpoint is of the class {path!r}, which would be imported. If you trust it, choose it "
-                f"yourself: --model={path}, or --config of the run that wrote the checkpoint."
+                f"The checkpoint names the class {path!r}, which is not imported without your consent. If you trust "
+                f"it, choose it with --model={path}, or with --config and the file of the run that saved the "
+                "checkpoint."
             )
         kind = named
     types = argument_types(kind)
@@ -375,9 +377,9 @@ def configuration_of(
     for name, value in changed.items():
         if not is_plain(types.get(name, Any)) and not _is_harmless(value, types.get(name, Any)):
             raise CheckpointError(
-                f"The hyper-parameter {name!r} in the checkpoint may name an object, {_shortened(value)}, which would "
-                f"be imported and called. If you trust it, name it yourself: --model.{name}, or --config of the run "
-                "that wrote the checkpoint."
+                f"The hyper-parameter {name!r} in the checkpoint may name an object, {_shortened(value)}, which is not "
+                f"imported without your consent. If you trust it, set it with --model.{name}, or with --config and the "
+                "file of the run that saved the checkpoint."
             )
     if not changed:
         return {}

@@ -268,5 +268,5 @@ def class_of(kind: type | Callable[..., Any]) -> type:
     except NameError:
         made = inspect.signature(kind).return_annotation
     if not isinstance(made, type):
-        raise TypeError(f"{kind} needs an annotation of the class that it returns, such as `-> Task`.")
+        raise TypeError(f"{kind} needs a return annotation that is a class, such as `-> Task`.")
     return made

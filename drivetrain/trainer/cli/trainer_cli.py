@@ -89,8 +89,8 @@ def chosen_configuration(
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
-            f"Several keys have an {what} for the task: {', '.join(automatic)}. At most one {what} can be handed over "
-            f'automatically: give link_to="model.{next(iter(automatic))}" for the others, and make them in '
+            f"Several keys configure an {what} for the task: {', '.join(automatic)}. Only one {what} can be set "
+            f'automatically. Use link_to="model.{next(iter(automatic))}" for the others, and create them in '
             "configure_optimizers with instantiate_class.",
         )
     for key, kind in automatic.items():
@@ -169,7 +169,7 @@ class SaveConfigCallback(Callback):
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ConfigurationError(
                 "`save_to_log_dir=False` only makes sense for a subclass of SaveConfigCallback that overrides "
-                "save_config: else nothing is saved.",
+                "save_config, because otherwise nothing is saved.",
             )
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -200,9 +200,9 @@ class SaveConfigCallback(Callback):
         if broadcast_object_list(refused)[0]:
             raise ConfigExistsError(
                 f"{type(self).__name__} expected {path} not to exist. Aborting to avoid overwriting the configuration "
-                "of another run. Remove the file, choose another --trainer.default_root_dir or a logger with a "
-                'directory for each run, or give save_config_kwargs={"overwrite": True}, or '
-                "save_config_callback=None to save none."
+                "of another run. Remove the file, choose another --trainer.default_root_dir, or use a logger with a "
+                'directory for each run. To replace the file, use save_config_kwargs={"overwrite": True}. To save no '
+                "file, use save_config_callback=None."
             )
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -442,7 +442,7 @@ class TrainerCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="Seed of all random numbers: a number; true for one that is chosen, false for none.",
+            help="Seed of all random generators: a number, true for the default seed, or false for no seed.",
         )
 
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
@@ -510,8 +510,8 @@ class TrainerCLI:
         """
         if args is not None and len(sys.argv) > 1:
             self.warn(
-                f"{type(self).__name__}'s args parameter stands for the command line, which has options, too: "
-                f"{sys.argv[1:]}. These are not read."
+                f"{type(self).__name__} parses its args parameter instead of the command line, so the options on the "
+                f"command line are ignored: {sys.argv[1:]}."
             )
         if args is None or isinstance(args, list | tuple):
             self.config = parser.parse_args(args)
@@ -563,7 +563,7 @@ class TrainerCLI:
             self.config = self.parser.parse_object(given, self.config)
         except SystemExit:
             sys.stderr.write(
-                f"Parsing of ckpt_path hyperparameters failed: those in {path} are not those of the model.\n"
+                f"Parsing of ckpt_path hyperparameters failed: {path} has other hyper-parameters than the model.\n"
             )
             raise
 
@@ -648,7 +648,7 @@ class TrainerCLI:
         elif every:
             name = getattr(self.trainer_class, "__name__", self.trainer_class)
             self.warn(
-                f"The `{name}` class does not expose the `callbacks` argument, so none are added: "
+                f"The `{name}` class does not expose the `callbacks` argument, so these are ignored: "
                 f"{', '.join(type(each).__name__ for each in every)}."
             )
         return self.trainer_class(**config)

@@ -36,8 +36,8 @@ class Actions:
     def __init__(self, trainer: Trainer, profiler: Profiler | str | None, barebones: bool) -> None:
         if profiler is not None and barebones:
             raise ConfigurationError(
-                f"Trainer(barebones=True, profiler={profiler!r}): a profiler is something around the loop. "
-                "Leave one of the two out.",
+                f"Trainer(barebones=True, profiler={profiler!r}) is not possible: a barebones run measures nothing. "
+                "Leave out one of the two.",
             )
         self._trainer = trainer
         self.profiler = PassThroughProfiler() if profiler is None else make_profiler(profiler)
@@ -181,7 +181,7 @@ def make_profiler(given: Profiler | str) -> Profiler:
     if name not in NAMES:
         allowed = ", ".join(map(repr, NAMES))
         raise ConfigurationError(
-            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
+            f"profiler={given!r} is not valid. Use one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
         )
     from drivetrain.trainer import profilers  # imports torch's profiler
 

@@ -62,8 +62,9 @@ class AdvancedProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         if not self._running or self._running[-1] != action_name:
             raise ConfigurationError(
-                f"Attempting to stop recording an action ({action_name}) that is not the one that was started last"
-                f"{f' ({self._running[-1]})' if self._running else ''}. Call start first, or use profile.",
+                f"Attempting to stop recording an action ({action_name}) that is not the one that was started "
+                f"last{f' ({self._running[-1]})' if self._running else ''}. Call start first, or use `with "
+                "profiler.profile(...)`.",
             )
         self.profiled_actions[self._running.pop()].disable()
         if self._running:

@@ -83,11 +83,11 @@ class PyTorchProfiler(Profiler):
         unknown = profiler_kwargs.keys() - inspect.signature(profile.__init__).parameters.keys()
         if unknown:
             raise ConfigurationError(
-                f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. It has "
+                f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. Allowed are "
                 f"{', '.join(list(inspect.signature(profile.__init__).parameters)[1:])}.",
             )
         if emit_nvtx and detect_device_kind().name != "cuda":
-            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs an NVIDIA GPU. Leave it out.")
+            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) requires an NVIDIA GPU. Leave emit_nvtx out.")
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key = row_limit, sort_by_key
@@ -190,9 +190,9 @@ class PyTorchProfiler(Profiler):
             milliseconds = sum(event.cpu_time_total for event in waits) / 1e3
             names = ", ".join(sorted({event.name.removeprefix("aten::") for event in waits}))
             yield (
-                f"{action} reads a tensor's value {each:.3g} times each time it runs ({names}; {milliseconds:.3g} ms "
-                f"in all). On a GPU each waits for all that was launched before: log tensors as they are, and leave "
-                ".item(), print and float() to where values are shown."
+                f"{action} reads a tensor's value {each:.3g} times per call ({names}; {milliseconds:.3g} ms in total). "
+                "On a GPU, each read waits for all operations that were launched before. Log tensors directly, and use "
+                ".item(), print and float() only where values are shown."
             )
 
     # Recording
@@ -223,7 +223,7 @@ class PyTorchProfiler(Profiler):
             return self._schedule
         warnings.warn(
             f"PyTorchProfiler: an epoch has {steps:g} calls of {kind}, not enough steps to properly record traces: the "
-            f"schedule takes {self._steps_needed}. All of them are recorded, without a warm-up.",
+            f"schedule needs {self._steps_needed}. All of them are recorded, without a warm-up.",
             stacklevel=2,
         )
         last = max(int(steps), 1) - 1
@@ -319,7 +319,7 @@ def _check_table_options(given: dict[str, Any]) -> None:
             argument = "row_limit" if name == "row_limit" else "sort_by_key"
             raise KeyError(
                 f"Found invalid table_kwargs key: {name}. This is already a positional argument of the Profiler. "
-                f"Give PyTorchProfiler({argument}=...)."
+                f"Use PyTorchProfiler({argument}=...)."
             )
         allowed = [each for each in inspect.signature(EventList.table).parameters if each not in ("self", "sort_by")]
         if name not in allowed:

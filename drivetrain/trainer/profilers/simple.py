@@ -69,8 +69,8 @@ class SimpleProfiler(Profiler):
     def start(self, action_name: str) -> None:
         if action_name in self.current_actions:
             raise ConfigurationError(
-                f"Attempted to start {action_name}, which has not stopped yet. Give each action that runs in another "
-                "one a name of its own.",
+                f"Attempted to start {action_name}, which has not stopped yet. Use different names for an action and "
+                "the actions within it.",
             )
         self._within.append(0.0)
         self.current_actions[action_name] = time.perf_counter()
@@ -81,7 +81,7 @@ class SimpleProfiler(Profiler):
         if action_name not in self.current_actions:
             raise ConfigurationError(
                 f"Attempting to stop recording an action ({action_name}) which was never started. Call start first, "
-                "or use profile.",
+                "or use `with profiler.profile(...)`.",
             )
         seconds = now - self.current_actions.pop(action_name)
         # The time of nested actions belongs to them.

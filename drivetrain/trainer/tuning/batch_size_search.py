@@ -71,12 +71,12 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
-            f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads "
+            f"size is fixed. Define {stage.loader_name}() in the task or a DataModule, and let it read "
             f"{tried.batch_arg_name}.",
         )
     try:
         return TunedAttribute.find(
-            (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that makes the loaders read it."
+            (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that creates the loaders read it."
         )
     except MissingAttributeError:
         _refuse_several(
@@ -89,7 +89,7 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
     if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
-            f"{len(loaders)}. Let {stage.loader_name}() return one.",
+            f"{len(loaders)}. Return only one from {stage.loader_name}().",
         )
 
 
@@ -142,14 +142,15 @@ class _Trials:
                 self._report(size, made.enough, following if successes < tried.max_trials else None)
                 if following is None and not fitting:
                     raise RuntimeError(
-                        "Memory lacks for a batch of any size, even 1. Make the model smaller, or use more devices."
+                        "There is not enough memory for any batch size, not even for 1. Use a smaller model, or more "
+                        "devices."
                     ) from failure
                 size = following
         self._explain(fitting, lacking)
         return fitting or min(tried.init_val, self._most)
 
     def _report(self, size: int, fits: bool, following: int | None) -> None:
-        verdict = "succeeded" if fits else "failed, since memory lacks"
+        verdict = "succeeded" if fits else "failed, because memory was not enough"
         if following is None:
             logger.info("Batch size %d %s.", size, verdict)
         else:
@@ -158,9 +159,9 @@ class _Trials:
     def _explain(self, fitting: int, lacking: int | None) -> None:
         rows = self._rows
         if lacking is not None:
-            self.ended = f"Memory lacks for {lacking}."
+            self.ended = f"Memory is not enough for {lacking}."
         elif fitting and rows is not None and fitting >= rows:
-            self.ended = f"It is greater or equal than the length of the data, {rows} rows a process."
+            self.ended = f"It is greater or equal than the length of the data, {rows} rows per process."
             logger.info("The batch size %d is greater or equal than the length of the data, %d rows.", fitting, rows)
         elif fitting >= self._tried.max_val:
             self.ended = f"No larger one was tried (max_val={self._tried.max_val})."

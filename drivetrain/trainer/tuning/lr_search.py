@@ -52,7 +52,7 @@ class LRFinder:
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
         if mode not in MODES:
-            raise ConfigurationError(f"LRFinder(mode={mode!r}): give {' or '.join(map(repr, MODES))}.")
+            raise ConfigurationError(f"LRFinder(mode={mode!r}) is not valid. Use {' or '.join(map(repr, MODES))}.")
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
@@ -70,7 +70,7 @@ class LRFinder:
         if place is None:
             logger.error(
                 "Failed to compute suggestion for learning rate: fewer than two of the %d points are finite once %d "
-                "are left out at the beginning and %d at the end. Give lr_find a larger num_training, or more data.",
+                "are left out at the beginning and %d at the end. Use a larger num_training in lr_find, or more data.",
                 len(self.results["loss"]),
                 skip_begin,
                 skip_end,
@@ -108,7 +108,7 @@ class LRFinder:
         """
         if find_spec("matplotlib") is None:
             raise ConfigurationError(
-                'LRFinder.plot needs matplotlib, which is not installed: pip install "drivetrain[plot]".'
+                'LRFinder.plot requires matplotlib. Install it with pip install "drivetrain[plot]".'
             )
         import matplotlib.pyplot as plt
 
@@ -145,12 +145,13 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     if tried.update_attr:
         names = (tried.attr_name,) if tried.attr_name else NAMES
         attribute = TunedAttribute.find(
-            names, task, trainer.datamodule, "Give the name of yours as attr_name, or update_attr=False."
+            names, task, trainer.datamodule, "Pass its name as attr_name, or use update_attr=False."
         )
     if len(trainer.task_optimizers) != 1:
         raise ConfigurationError(
             f"The learning-rate search only works with single optimizer: {type(task).__name__}.configure_optimizers "
-            f"returned {len(trainer.task_optimizers)}. Search each task of one optimizer by itself.",
+            f"returned {len(trainer.task_optimizers)}. Search for each optimizer separately, with a task that returns "
+            "only that one.",
         )
     found = LRFinder(tried.mode, tried.min_lr, tried.max_lr, tried.num_training)
     # A copy without a prepared loader, so that trial steps do not use the run's own loader.
@@ -267,7 +268,7 @@ class _SmoothedLosses:
         # The first loss has nothing to be compared with.
         if self._threshold is not None and self._count > 1:
             if not math.isfinite(self.latest):
-                self.verdict = "was no number any more"
+                self.verdict = "became NaN or infinite"
             # Equals `latest > threshold * best` for positive losses, and is right for negative ones too.
             elif self.latest - self._best > (self._threshold - 1) * abs(self._best):
                 self.verdict = f"exceeded {self._threshold:g} times the smallest one"

@@ -116,7 +116,9 @@ class TrainingTrial:
         if window:
             yield window
         if not index:
-            raise DataError("The training loader gave no batch in a whole epoch. Check the dataset and its filters.")
+            raise DataError(
+                "The training loader returned no batch in a whole epoch. Check the dataset and its filters."
+            )
 
 
 def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
@@ -283,7 +285,7 @@ class TunedAttribute:
         given = sorted({*vars(task), *task.hparams, *(() if data is None else (*vars(data), *data.hparams))})
         known = [name for name in given if not name.startswith("_")]
         raise MissingAttributeError(
-            f"{type(task).__name__}, its hparams and its data module should have one of these fields, and have none: "
+            f"{type(task).__name__}, its hparams or its data module should have one of these fields, but have none: "
             f"{', '.join(names)}. {advice}{nearest(names[0], known)}"
         )
 

@@ -89,7 +89,9 @@ class Tuner:
             ConfigurationError: If an argument is invalid, the task has no such attribute, or it has several optimizers.
         """
         if method != "fit":
-            raise ConfigurationError(f"lr_find(method={method!r}): method='fit' is the only one with a learning rate.")
+            raise ConfigurationError(
+                f"lr_find(method={method!r}) is not valid: only method='fit' uses a learning rate."
+            )
         tried = LRRange(min_lr, max_lr, num_training, mode.lower(), early_stop_threshold, update_attr, attr_name)
         stage = self._check(LearningRateFinder, method, train_dataloaders, val_dataloaders, dataloaders)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
@@ -165,7 +167,7 @@ class Tuner:
         if any(isinstance(callback, finder) for callback in self._trainer.callbacks):
             raise ConfigurationError(
                 f"Trainer is already configured with a `{finder.__name__}` callback, which searches when the run "
-                "begins. Remove it, or call no Tuner.",
+                "begins. Remove the callback, or do not use the Tuner.",
             )
         return _STAGES[Verb(method)]
 
