@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 CACHE = "compile_cache"
-"""The folder in a run's `default_root_dir` that inductor's cache is in."""
+"""Name of the folder with inductor's cache, in the run's `default_root_dir`."""
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options", "blocks")
-_MOST_RECORDS = 4096  # of torch's 64 the first would be gone
+_MOST_RECORDS = 4096  # torch keeps only the last 64 by default
 _MOST_REASONS = 5
 
-# What torch gives as the reason of a recompilation -> the same in words.
+# torch's reason for a recompilation -> the reason in plain words
 _REASONS = (
     (
         r"tensor '(?P<name>.+)' size mismatch at index (?P<dim>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)",

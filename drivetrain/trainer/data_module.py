@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Where loaders come from and how a batch gets to the device: what a DataModule and a Task may override
+# Hooks for data that both a DataModule and a Task may override
 
 
 class DataHooks:
@@ -96,7 +96,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
     """
 
     trainer: Trainer | None = None
-    """The Trainer that runs with it; None before."""
+    """The Trainer that uses the data module, or None before the first run."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies, such as those in loader workers, do not need the Trainer.

@@ -29,7 +29,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
-    """What the forward can be called with: exports, summaries and graphs use it unless they are given something."""
+    """An example input of `forward`, for exports, model summaries and graphs in trackers."""
 
     @property
     def strict_loading(self) -> bool:

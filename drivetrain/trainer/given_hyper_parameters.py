@@ -12,10 +12,10 @@ from contextvars import ContextVar
 from typing import Any
 
 CLASS_PATH = "_class_path"
-"""The entry that names the class to make, where it was chosen by the configuration."""
+"""Name of the entry with the import path of the class, if the configuration chose a subclass."""
 
 INSTANTIATOR = "_instantiator"
-"""The entry that says that the others are a configuration."""
+"""Name of the entry that marks the other entries as a configuration, not as plain arguments."""
 
 _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given", default=None)
 

@@ -403,7 +403,7 @@ def hyper_parameters_to_save(
     }
 
 
-# Building a task or a data module from a checkpoint, whichever tool wrote it
+# Creation of a task or data module from a checkpoint
 
 
 def build(
@@ -438,7 +438,7 @@ def build(
 # A checkpoint as the hooks of tasks and callbacks see it, and back
 
 
-# what hooks see of the engine's part, by the name that they use -> the engine's name
+# name of an entry in checkpoint hooks -> name in the engine's part of the checkpoint
 _ENGINE = {
     "optimizer_states": "optimizers",
     "lr_schedulers": "schedulers",
@@ -464,7 +464,7 @@ ENTRIES = (
     "hooks",
     LOSS_IS_FINITE,
 )
-"""The names of what a Trainer adds to the state of a run."""
+"""Names of the entries that a Trainer adds to a checkpoint."""
 
 
 @contextmanager

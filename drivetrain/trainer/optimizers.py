@@ -217,7 +217,7 @@ def _from_dicts(
 
 
 SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.init)
-"""The keys that a scheduler's dict may have."""
+"""Allowed keys in the dict of a scheduler."""
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.loops.run_control import StopReason
 
 
-# The read-only face of the Trainer: where it is, what it has logged, what it is made of
+# Read-only properties of the Trainer: its parts, the state of the run, and logged values
 
 
 class TrainerStatus:
@@ -430,7 +430,7 @@ _WITHOUT_EFFECT = {
     "optimizer_in_backward": "Results are the same without it. To save memory, use FSDP or cpu_offload.",
     "advise": "Run drivetrain tune script.py, which shows what makes steps faster.",
 }
-"""Arguments of the Trainer that are taken and ignored, with what to do instead."""
+"""Arguments of the Trainer that have no effect, each with advice on what to do instead."""
 
 
 class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
@@ -439,7 +439,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device, or an existing `Accelerator`.
         strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`. With `"ddp_spawn"` and
-            `"ddp_fork"`, each verb such as `fit` starts its own processes and returns their result to this one.
+            `"ddp_fork"`, each call of `fit` or a similar method starts its own processes and returns their result.
         devices: The number of processes on this machine, `"auto"`, or device indices (`[0, 1]`, `"0,1"`). If the script
             runs without a launcher and needs several processes, it is restarted under one.
         num_nodes: The expected number of machines. The launcher sets the actual number.
@@ -507,16 +507,16 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     """
 
     accelerator: Accelerator
-    """The engine that the Trainer runs on: placement, precision, collectives and checkpoints of its run."""
+    """The `Accelerator` that the Trainer uses for devices, precision, collectives and checkpoints."""
 
     callbacks: list[Callback]
     """The callbacks, in the order in which their hooks are called."""
 
     progress: Progress
-    """How far the run is: epochs, batches and steps; `progress.count` has other units."""
+    """The counters of the run: epochs, batches and steps. `progress.count` returns other units."""
 
     advice: Sequence[Any] = ()
-    """Deprecated, empty: `drivetrain tune` shows what makes steps faster."""
+    """Deprecated and always empty. `drivetrain tune` shows how to make steps faster."""
 
     @known_keywords
     def __init__(
@@ -608,7 +608,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         super().change_options(**changed)
         self.control.options = self.options
 
-    # the four verbs
+    # fit, validate, test and predict
 
     @known_keywords
     def fit(
@@ -641,7 +641,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                 `on_interrupt="return"`.
             CheckpointError: The checkpoint is missing, damaged or belongs to another run.
             ConfigurationError: The task or its optimizers cannot be trained with these options.
-            LaunchError: A process that was started for this verb failed, for example with `strategy="ddp_spawn"`.
+            LaunchError: A process that was started for this call failed, for example with `strategy="ddp_spawn"`.
             DataError: A loader is missing or empty.
         """
         model = uncompiled(model)

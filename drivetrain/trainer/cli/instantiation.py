@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH, INSTANTIATOR, hyper_parameters_given, loaded_subclass
 
-# The package jsonargparse, which is installed on wish
+# The optional package jsonargparse
 
 
 IS_INSTALLED = find_spec("jsonargparse") is not None and find_spec("docstring_parser") is not None
-"""Whether jsonargparse is there, with what it needs to read signatures."""
+"""True if jsonargparse is installed, with the package that it needs to read signatures."""
 
 
 def require_jsonargparse(owner: str) -> None:

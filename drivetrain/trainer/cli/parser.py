@@ -24,7 +24,7 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
 
-# Types for the arguments of tasks that a command line makes
+# Types for arguments of tasks on the command line
 
 
 if TYPE_CHECKING:
@@ -48,19 +48,19 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         self.monitor = monitor
 
 
-# jsonargparse reads these where a task names them in annotations.
+# Tasks use these types in annotations, which jsonargparse reads.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion = Union[LRScheduler, ReduceLROnPlateau]  # noqa: UP007
 LRSchedulerType = Union[type[LRScheduler], type[ReduceLROnPlateau]]  # noqa: UP007
 
 ArgsType = Optional[Union[list[str], dict[str, Any], Namespace]]  # noqa: UP007, UP045
-"""What the `args` of a `TrainerCLI` may be."""
+"""Type of the argument `args` of `TrainerCLI`."""
 
 OptimizerCallable = Callable[[Iterable], Optimizer]  # type: ignore[type-arg]
-"""What makes an optimizer of parameters: the type of a task's argument that a command line fills."""
+"""Type of a task's argument that creates an optimizer from parameters."""
 
 LRSchedulerCallable = Callable[[Optimizer], Union[LRScheduler, ReduceLROnPlateau]]  # noqa: UP007
-"""What makes a schedule of an optimizer."""
+"""Type of a task's argument that creates a learning-rate scheduler from an optimizer."""
 
 
 if TYPE_CHECKING or IS_INSTALLED:
@@ -69,16 +69,16 @@ else:
     ArgumentParser = object
 
 AUTOMATIC = "AUTOMATIC"
-"""Where an optimizer goes that the command line itself hands to the task."""
+"""Value of `link_to` for optimizers and schedulers that the command line itself passes to the task."""
 
 PARSER_MODE = "drivetrain"
-"""YAML as jsonargparse reads it, unless its anchors stand for too many values."""
+"""Parser mode that reads YAML like jsonargparse, but refuses aliases that expand to too many values."""
 
 _NAMED = (Callback, Tracker, Strategy, Task, DataModule, Optimizer, LRScheduler)
-"""Classes whose subclasses are given by name."""
+"""Classes whose subclasses an option chooses by name."""
 
 _SHORT = 1000
-"""Characters of a text without aliases that cannot be nested too deeply to be read."""
+"""Number of characters up to which a text without aliases cannot be nested too deeply."""
 
 _CLASS = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"--([\w.]+)")

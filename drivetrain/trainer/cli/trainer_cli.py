@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-# Optimizers that a command line chooses, in the place of a task's `configure_optimizers`
+# Optimizers from the command line, which replace a task's `configure_optimizers`
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
@@ -116,7 +116,7 @@ def _plain(init: Any) -> dict[str, Any]:
     return values
 
 
-# `SaveConfigCallback`: the configuration of a run, beside what the run writes
+# `SaveConfigCallback`, which saves the configuration of a run
 
 
 class ConfigExistsError(DrivetrainError, RuntimeError):
@@ -325,7 +325,7 @@ class TrainerCLI:
     base_model: ClassVar[type[Task]] = Task
     base_data: ClassVar[type[DataModule]] = DataModule
     instantiator_path: ClassVar[str] = "drivetrain.trainer.cli.instantiate_module"
-    """What hyper-parameters name as the function that makes a task of them."""
+    """Import path of the function that creates a task from recorded hyper-parameters."""
 
     def __init__(
         self,
@@ -600,7 +600,7 @@ class TrainerCLI:
         ):
             self.parser.add_instantiator(ModuleInstantiator(self, key), class_of(kind), subclasses=chosen)
 
-    # making what was chosen
+    # creation of the objects
 
     def before_instantiate_classes(self) -> None:
         """Override this method to change `self.config` after the command line is parsed."""
@@ -617,7 +617,7 @@ class TrainerCLI:
         except DrivetrainError as error:
             self._refuse(error)
         except (TypeError, ValueError) as error:
-            if is_of_jsonargparse(error):  # which has put the errors of several types that could be meant into one
+            if is_of_jsonargparse(error):  # one error for all member types of a union
                 self._refuse(error)
             raise
 
