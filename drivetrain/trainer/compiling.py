@@ -120,7 +120,7 @@ def _default_cache() -> str:
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
     """Return one line that summarizes compilations and graph breaks, or an empty string if nothing was compiled."""
-    # Also of backwards, and of code in which there was nothing to compile.
+    # There are also records of backwards, and of code that had nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
         return ""
@@ -145,7 +145,7 @@ def _plural(count: int, noun: str) -> str:
 def _in_words(reason: str) -> str:
     """Return torch's reason for a recompilation in plain words, or unchanged if it is not a known one."""
     first = reason.strip().splitlines()[0]
-    first = re.sub(r"^\d+/\d+: *", "", first)  # which of the compiled versions did not fit
+    first = re.sub(r"^\d+/\d+: *", "", first)  # the number of the compiled version that did not match
     for pattern, words in _REASONS:
         found = re.fullmatch(pattern, first)
         if found:

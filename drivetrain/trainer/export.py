@@ -112,7 +112,9 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     def _load_weights(self, weights: Mapping[str, Any], strict: bool, source: Any) -> None:
         found = self.load_state_dict(weights, strict=strict)
-        if found is not None and (found.missing_keys or found.unexpected_keys):  # None from an override
+        if found is not None and (
+            found.missing_keys or found.unexpected_keys
+        ):  # None if a task overrides load_state_dict
             logger.warning(
                 f"The weights in {source} do not match {type(self).__name__}. Missing in the checkpoint: "
                 f"{found.missing_keys or 'none'}. Unexpected in the checkpoint: {found.unexpected_keys or 'none'}."
@@ -120,7 +122,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         if not weights:
             logger.warning(f"The state dict in {source} contains no parameters for {type(self).__name__}.")
 
-    # the forward in other tools' formats
+    # export to other formats
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
         """Export the task's `forward` method to an ONNX model.

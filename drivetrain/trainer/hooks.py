@@ -87,7 +87,7 @@ class Hooks:
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
-        # Gradients are made ready ahead of clipping only where a callback reads them.
+        # The step does extra work for this hook, so a method that is merely decorated does not count.
         is_asked = is_redefined if name == "on_gradients_ready" else is_overridden
         callbacks = [c for c in self._chosen() if is_asked(c, Callback, name)]
         return (*(self._bind(callback, name) for callback in callbacks), *self._of_owner(name))

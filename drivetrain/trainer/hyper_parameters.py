@@ -87,7 +87,7 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
         # The first local variable of a method is `self`, whatever it is called.
         first = current.f_code.co_varnames[:1]
         is_own = bool(first) and current.f_locals.get(first[0]) is owner
-        if is_own and current.f_code.co_name == "__post_init__":  # of a dataclass, whose constructor comes next
+        if is_own and current.f_code.co_name == "__post_init__":  # in a dataclass; the next frame is its `__init__`
             current = current.f_back
             continue
         if not is_own or current.f_code.co_name != "__init__":
@@ -146,7 +146,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     A CSV file has a header line, and then one line with name and value per hyper-parameter.
     """
-    import yaml  # no run needs it
+    import yaml  # here, because no run needs it
 
     file = Path(path)
     try:
@@ -199,8 +199,8 @@ def made_of(
             "objects of a TrainerCLI can be created again (drivetrain.trainer.cli.instantiate_module). Pass all "
             "arguments of the constructor yourself, and hparams_file= with a YAML file that contains only {}."
         )
-    # The name is compared, never imported: another tool's command line leaves the same entries under its own path.
-    from drivetrain.trainer.cli.instantiation import make_again  # few runs began on a command line
+    # The name is compared, never imported. Command lines of other tools store the same entries with another path.
+    from drivetrain.trainer.cli.instantiation import make_again  # here, because few runs use a command line
 
     return make_again(kind, saved, overrides, instantiate)
 
@@ -262,7 +262,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
     for base in (bool, int, float, str):
         if isinstance(value, base):
             return base(value)
-    from drivetrain.checkpoint import packed  # it imports DTensor, for which a second is too long at the start
+    from drivetrain.checkpoint import packed  # here, because it imports DTensor, which takes a second
 
     try:
         packed({place: value})
@@ -346,7 +346,7 @@ class HoldsHyperParameters:
         """
         if frame is None:
             current = inspect.currentframe()
-            frame = current and current.f_back and current.f_back.f_back  # past known_keywords
+            frame = current and current.f_back and current.f_back.f_back  # skips the wrapper of known_keywords
         given = given_hyper_parameters(self)
         if given is not None:
             arguments = dict(given)
@@ -394,7 +394,7 @@ def hyper_parameters_to_save(
         values = without_secrets(storable(without_modules(other), keeps_objects)) if other else {}
         constructor = {"class": type(owner).__qualname__, "names": names, "values": values}
     kept: dict[str, Any] = {}
-    if hparams:  # without modules, whose weights a checkpoint holds already
+    if hparams:  # without modules, whose weights are saved anyway
         kept = without_secrets(storable(hparams if keeps_objects else without_modules(hparams), keeps_objects))
     return {
         "hyper_parameters": kept,
@@ -435,7 +435,7 @@ def build(
     return made_of(kind, arguments, None, own, instantiate)
 
 
-# A checkpoint as the hooks of tasks and callbacks see it, and back
+# Conversion between a checkpoint and the dict that hooks receive
 
 
 # name of an entry in checkpoint hooks -> name in the engine's part of the checkpoint

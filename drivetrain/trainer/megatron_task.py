@@ -53,7 +53,7 @@ class MegatronTask(Task):
 
     chunks: list[nn.Module]
 
-    # what a task gives
+    # methods to override
 
     def transformer_config(self) -> Any:
         """Return megatron-core's configuration of the model, without parallel sizes and dtypes.
@@ -127,7 +127,7 @@ class MegatronTask(Task):
         """
         return shape_of(batch)
 
-    # what runs it
+    # methods that run the model
 
     def configure_model(self) -> None:
         if self.chunks:

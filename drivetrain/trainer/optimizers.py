@@ -270,7 +270,7 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-# When learning-rate schedulers step: always once per optimizer step or epoch, on any number of processes
+# Stepping of learning-rate schedulers: once per optimizer step or epoch, on any number of processes
 
 
 def begin_schedules(trainer: Trainer) -> None:
@@ -303,7 +303,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
     `plateau` selects either schedulers that monitor a value or all others.
     """
     if trainer.task is None or not trainer.task.automatic_optimization:
-        return  # who optimizes by hand steps schedulers by hand
+        return  # with manual optimization, the task steps schedulers itself
     # The current epoch is complete, but not yet counted.
     epoch = trainer.current_epoch + 1
     for config in trainer.lr_scheduler_configs:

@@ -66,11 +66,11 @@ class TaskRun:
     stage: Stage | None = None
     checkpoint_path: str | None = None
     sources: dict[Stage, LoaderSource] = field(default_factory=dict)
-    _fitted: nn.Module | None = None  # what the engine has prepared for the last fit
-    _error: BaseException | None = None  # what has ended the run
+    _fitted: nn.Module | None = None  # the model that the last fit prepared
+    _error: BaseException | None = None  # the exception that ended the run
     _restore_metrics: Callable[[], None] | None = None
 
-    # before and after
+    # beginning and end of a run
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
         """Connect a task and its data to the Trainer when a run begins, and reset the values of the last run."""
@@ -169,7 +169,7 @@ class TaskRun:
             hooks.append(partial(self.datamodule.on_exception, error))
         call_all("on_exception", hooks)
 
-    # on the hardware
+    # preparation for devices and processes
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
         """Call the task's `configure_optimizers`, store its schedulers, and return its optimizers."""
@@ -186,7 +186,7 @@ class TaskRun:
                 "losses and gradients are computed, but parameters do not change. If this is not intended, return an "
                 "optimizer, or set automatic_optimization = False to update parameters yourself."
             )
-        # A task that optimizes by hand steps its schedulers by hand, too.
+        # With manual optimization, the task steps its schedulers itself.
         # Known once, so that a step without schedulers does not have to look for them.
         by_step = any(config.interval == "step" for config in self.schedulers)
         self.steps_schedulers = task.automatic_optimization and by_step
@@ -203,7 +203,7 @@ class TaskRun:
         # Otherwise the engine would keep the last fit's model and optimizers in memory and in checkpoints.
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
         for known in before:
-            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
+            engine.unwrap_model(known, keep_fp32_wrapper=False)  # steps enter autocast themselves
             engine.prepared.forget_model(known)
         by_hand = not task.automatic_optimization
         # The strategy wraps `training_step` rather than `forward`, so that DDP's hooks see the whole step.

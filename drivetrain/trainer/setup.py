@@ -97,7 +97,7 @@ def make_accelerator(
         strategy = resolve_ddp(strategy, environment, "sync_batchnorm=True", sync_batchnorm=True)
     device = kind.name if kind else None
     if spawned is not None and starts_later and spawned.start_method == "fork":
-        device = "cpu"  # only that survives a fork
+        device = "cpu"  # CUDA cannot be used in a forked process
     elif numbers is not None:
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
     return Accelerator(
@@ -226,9 +226,10 @@ def _left_to_verbs(
     if num_nodes > 1 or wanted <= 1:
         return spawned.within(), 1 if num_nodes == 1 else count
     from drivetrain.launch.launcher import LaunchPlan
-    from drivetrain.launch.options import LaunchOptions  # here: few Trainers start processes
+    from drivetrain.launch.options import LaunchOptions  # here, because few Trainers start processes
 
-    LaunchPlan.make(LaunchOptions(num_processes=wanted, cpu=found.name == "cpu"))  # refuses what cannot be started
+    # Raises an error now rather than in `fit` if the processes cannot be started.
+    LaunchPlan.make(LaunchOptions(num_processes=wanted, cpu=found.name == "cpu"))
     spawned.num_processes, spawned.kind = wanted, found.name
     return spawned, 1
 
@@ -340,7 +341,7 @@ def make_callbacks(
         raise ConfigurationError(
             f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two.",
         )
-    if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
+    if quiet:  # a ModelCheckpoint stays, without effect, for scripts that read its attributes
         kept = () if options.barebones else (ModelCheckpoint,)
         callbacks = [each for each in callbacks if isinstance(each, kept) or not each.saves_checkpoints]
     elif checkpointing is not False and not saving:
@@ -363,7 +364,7 @@ def make_callbacks(
         kind = getattr(bars[0], "summary_type", ModelSummary) if bars else ModelSummary
         callbacks.append(kind())
     asked = False if quiet else arguments["enable_run_report"]
-    # By default there is a report of what keeps anything else.
+    # By default, a report is written if the run writes anything else.
     wanted = bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
     if asked is not False and wanted and not any(isinstance(callback, RunReport) for callback in callbacks):
         callbacks.append(RunReport())
@@ -395,7 +396,7 @@ def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
-# Making modules where and as they will be trained
+# Creation of modules on the device and in the dtype of the run
 
 
 class WithoutValues(TorchFunctionMode):
@@ -415,7 +416,7 @@ class WithoutValues(TorchFunctionMode):
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
     """Create modules in the `with` block on the run's device and in its dtype, as the strategy requires."""
     strategy = trainer.strategy
-    # The strategy comes last: one that shards has another device for parameters that it fills later.
+    # The strategy comes last, because sharding strategies create parameters on the meta device.
     with (
         torch.device(strategy.topology.device),
         trainer.accelerator.precision.init_context(),

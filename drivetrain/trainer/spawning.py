@@ -78,7 +78,7 @@ class SpawnedVerb:
 
     def run(self) -> Outcome | None:
         """Call the method on a new Trainer in this process. Return its outcome on rank 0, else None."""
-        forget_process()  # what was inherited by a fork, or made by the script on its way here
+        forget_process()  # state from before the fork, or from importing the script
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
         # Options that were assigned after the construction, such as `trainer.max_epochs = 5`.
@@ -102,7 +102,7 @@ class SpawnedVerb:
         try:
             result = getattr(trainer, self.stage.verb)(self.task if self.is_given else None, **self.given)
         except (KeyboardInterrupt, SystemExit) as stop:
-            if not (trainer.interrupted or trainer.preempted):  # which all processes have agreed on
+            if not (trainer.interrupted or trainer.preempted):  # an orderly end, on which all processes have agreed
                 raise
             # Tracebacks cannot be pickled.
             left = stop.with_traceback(None)
@@ -184,7 +184,7 @@ class Outcome:
             if state is None:
                 continue
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = state["dirpath"]  # of the directory that the run has chosen
+                callback.dirpath = state["dirpath"]  # chosen by the run in the processes
             callback.load_state_dict(state)
         trainer.tracker_group.load_state(self.trackers)
         trainer.progress.load_state_dict(self.progress)

@@ -373,7 +373,7 @@ class TrainerStatus:
         """True if validation runs directly after the current training step."""
         return self.loop is not None and self.loop.validation_follows
 
-    # the end
+    # end of the run
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -527,7 +527,8 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
         precision: str | int | Precision | None = None,
-        logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,  # bool first, for the command line
+        # `bool` first, so that the command line does not read "true" as a name.
+        logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
@@ -699,7 +700,8 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         if self.checkpoint_callbacks:
             keeps_objects = self.checkpoint_format.keeps_objects
             for owner in filter(None, (task, self.datamodule)):
-                storable(without_modules(owner.hparams), keeps_objects)  # raises here rather than at the first save
+                # Raises an error now rather than at the first save.
+                storable(without_modules(owner.hparams), keeps_objects)
         # A callback such as NaNGuard checks the values itself.
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
@@ -822,7 +824,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
     def _spawned(self, stage: Stage, model: Task | None, *given: Any) -> Any:
-        from drivetrain.trainer.spawning import run_spawned  # here: few Trainers start processes
+        from drivetrain.trainer.spawning import run_spawned  # here, because few Trainers start processes
 
         # Without `self` and `model`.
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]

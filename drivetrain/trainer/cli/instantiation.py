@@ -130,7 +130,7 @@ def argument_types(kind: type) -> dict[str, Any]:
             continue
         try:
             hints = typing.get_type_hints(init)
-        except (NameError, TypeError, AttributeError):  # names that only a type checker sees
+        except (NameError, TypeError, AttributeError):  # annotations that only a type checker can resolve
             hints = {}
         # Without `self`.
         parameters = list(inspect.signature(init).parameters.values())[1:]
@@ -163,7 +163,7 @@ def is_plain(hint: Any) -> bool:
         return _container(hint) is not None and all(map(is_plain, arguments))
     if not isinstance(hint, type):
         return False
-    # Exact types: a class of somebody's that is derived from `str` would be looked up by the name that the text is.
+    # Exact types only: for a subclass of `str`, the parser would look for a class with the name in the string.
     return hint in _PLAIN or issubclass(hint, Enum | PurePath) or hint.__module__ == "jsonargparse.typing"
 
 

@@ -111,7 +111,7 @@ class TrainerArgumentParser(ArgumentParser):
     ) -> None:
         require_jsonargparse(type(self).__name__)
         kwargs.setdefault("parser_mode", PARSER_MODE)
-        kwargs.setdefault("allow_abbrev", False)  # a part of a name that fits by accident would go unnoticed
+        kwargs.setdefault("allow_abbrev", False)  # an abbreviation that matches by accident would go unnoticed
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
         self.optimizers: dict[str, tuple[Any, str]] = {}

@@ -539,7 +539,7 @@ class TrainerCLI:
         """Exit with an error message, as the parser does for an invalid command line."""
         self._own_parser().error(str(error), error)
 
-    # what was parsed
+    # the parsed configuration
 
     def _take_checkpoint_hyper_parameters(self) -> None:
         """Set the task's options to the hyper-parameters in the checkpoint given by `--ckpt_path`."""

@@ -128,9 +128,8 @@ def time_spent(
 ) -> TimeSpent:
     """Return how long each part of a `fit` took. Callbacks and methods of the task are listed by name."""
     named: dict[str, float] = defaultdict(float)
-    making = profiler.own_seconds.get(
-        "setup_train_dataloader", 0.0
-    )  # runs before the first epoch, so `timing` lacks it
+    # Loaders are created before the first epoch, so `timing` does not include this.
+    making = profiler.own_seconds.get("setup_train_dataloader", 0.0)
     named["making the training loader"] = making
     for action, seconds in profiler.own_seconds.items():
         owned = _OWNED.match(action)

@@ -79,9 +79,8 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
             (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that creates the loaders read it."
         )
     except MissingAttributeError:
-        _refuse_several(
-            trainer.task_run.sources[stage].raw(), stage
-        )  # the missing attribute would be a misleading error then
+        # With several loaders, an error about the missing attribute would be misleading.
+        _refuse_several(trainer.task_run.sources[stage].raw(), stage)
         raise
 
 

@@ -54,7 +54,7 @@ class TrainingTrial:
         the trial.
         """
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
-        trainer.current.leave_batch()  # a failed trial may have left one, and its memory
+        trainer.current.leave_batch()  # a failed trial may have left a batch in memory
         trainer.progress.begin_epoch(trainer.progress.epoch)
         with prepared(source) as loader:
             limit = epoch_length(trainer, loader) if within_limits else None
