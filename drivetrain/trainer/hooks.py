@@ -30,7 +30,7 @@ def is_overridden(owner: Any, base: type, name: str) -> bool:
 
 
 def is_redefined(owner: Any, base: type, name: str) -> bool:
-    """Return True if an object replaces a method of `base` by another function, not just by a decorated one."""
+    """Return True if an object replaces a method of `base` by another function, not just by decorating it."""
     if not is_overridden(owner, base, name):
         return False
     # A bound method has the function that is compared in `__func__`.
@@ -176,7 +176,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return the hook `name` of the data module, of each callback and of the task, with its arguments bound."""
+    """Return the hook `name` of data module, callbacks and task, in this order, ready to call without arguments."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
@@ -189,7 +189,7 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 
 
 def _of_stage(hook: Hook, stage: str) -> Hook:
-    """Bind the stage to a `setup` or `teardown` hook, by keyword if the hook has a parameter `stage`."""
+    """Return a `setup` or `teardown` hook with its stage bound, as a keyword if the hook accepts one."""
     try:
         # Users may call the parameter something else, such as `_`.
         inspect.signature(hook).bind(stage=stage)

@@ -59,7 +59,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the most derived constructor, or None if only one constructor is running.
+    """Return the arguments of the derived class's constructor, or None if no base class has a running one.
 
     None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
     that a derived class does not pass on to its base class.

@@ -602,7 +602,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The learning-rate and batch-size searches of this Trainer, which `Tuner` and callbacks run."""
+        """The object that runs learning-rate and batch-size searches, for `Tuner` and callbacks."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:

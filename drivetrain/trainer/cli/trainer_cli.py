@@ -222,7 +222,7 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Factory of a command line's task or data module that records its configuration as hyper-parameters."""
+    """Callable that creates a command line's task or data module and records its configuration in `hparams`."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli
@@ -396,7 +396,7 @@ class TrainerCLI:
         return parser
 
     def version_line(self) -> str:
-        """Return the comment with the package's version that a saved configuration begins with."""
+        """Return the first line of a saved configuration: a comment with the package's version."""
         return f"drivetrain=={package_version()}"
 
     def setup_parser(

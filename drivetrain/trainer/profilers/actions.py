@@ -48,7 +48,7 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Set words to replace in the names of actions, to match the names of another framework."""
+        """Set words to replace in the names of actions, so that the names match another framework."""
         self._words = words
 
     # Names
@@ -122,7 +122,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Return the hooks of the training step in a form that measures the backward and the optimizer step."""
+        """Return hooks for the training step in which the profiler measures backward and optimizer step."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

@@ -63,7 +63,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the attribute that holds the batch size, if a search can change it.
+    """Return the attribute that holds the batch size, after checking that a search can change it.
 
     Raises:
         ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.

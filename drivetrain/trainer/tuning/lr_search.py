@@ -233,7 +233,7 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the mean loss of a step over micro-batches and ranks, or None if no batch had a loss."""
+        """Return the mean loss of a step over micro-batches and ranks, or None without losses, and reset the sums."""
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
@@ -242,7 +242,7 @@ class _Losses(Callback):
 
 
 class _SmoothedLosses:
-    """Exponential moving average of losses, which ends the search if the loss grows too large.
+    """Exponential moving average of the losses, which detects when the loss has grown too large.
 
     Attributes:
         latest: Present average, with bias correction.
