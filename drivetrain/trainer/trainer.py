@@ -335,12 +335,12 @@ class TrainerStatus:
 
     @property
     def batch(self) -> Any:
-        """The batch that is being processed, or None between batches."""
+        """The current batch, or None if no batch is being processed."""
         return self.current.batch
 
     @property
     def batch_info(self) -> BatchInfo | None:
-        """The index and the number of rows of the current batch, and more facts about it. None between batches."""
+        """The index, the number of rows and other facts about the current batch, or None without a batch."""
         return self.current.batch_info
 
     @property
