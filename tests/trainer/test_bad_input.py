@@ -242,7 +242,7 @@ CONFIGURED: list[tuple[str, Callable[[Weight, SGD], Any], list[str]]] = [
     ("a scheduler's key", lambda t, o: step(o, intervall="step"), ["'intervall'", "Did you mean 'interval'"]),
     ("an interval", lambda t, o: step(o, interval="batch"), ["'batch'", "'epoch' or 'step'"]),
     ("a frequency", lambda t, o: step(o, frequency=0), ["frequency", "at least 1"]),
-    ("no scheduler", lambda t, o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}, ["no key 'scheduler'"]),
+    ("no scheduler", lambda t, o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}, ["must have the key"]),
     ("a scheduler of nothing", lambda t, o: [[o], [3]], ["step()", "int"]),
     ("an unwatched plateau", lambda t, o: plateau(o), ["ReduceLROnPlateau", "'monitor'"]),
     ("an unlogged monitor", lambda t, o: plateau(o, monitor="val_lost"), ["'val_lost'", "val_loss", "strict=False"]),

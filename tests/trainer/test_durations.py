@@ -166,12 +166,12 @@ def test_an_option_is_read_when_it_is_written() -> None:
     ("options", "said"),
     [
         ({"max_duration": "5 stepps"}, "'stepps' is not a unit.*Did you mean 'steps'"),
-        ({"max_duration": "10%"}, "a run's length cannot be a part of it"),
+        ({"max_duration": "10%"}, "is a fraction of the run, so it cannot limit the run"),
         ({"max_duration": "5 steps", "max_steps": 4}, "max_duration='5 steps' and max_steps=4 limit the same"),
         ({"max_duration": "1 min", "max_time": "2 min"}, "limit the same"),
         ({"max_time": "5 steps"}, "max_time='5 steps' is not a time.*max_duration takes the other units"),
-        ({"val_check_interval": "5 steps", "check_val_every_n_epoch": 3}, "counts through all epochs"),
-        ({"val_check_interval": "0 steps"}, "more than nothing"),
+        ({"val_check_interval": "5 steps", "check_val_every_n_epoch": 3}, "counts across epochs"),
+        ({"val_check_interval": "0 steps"}, "must be greater than 0"),
     ],
     ids=str,
 )

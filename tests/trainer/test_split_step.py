@@ -221,4 +221,4 @@ def refused_under_sharding() -> str:
 def test_strategies_whose_forwards_exchange_tensors_are_refused() -> None:
     for message in run_in_processes(refused_under_sharding):
         assert "exchange tensors" in message
-        assert "strategy='single', and 'ddp'" in message
+        assert "strategy='single', and with 'ddp'" in message
