@@ -33,7 +33,7 @@ STATUS_WORDS = {"success": COMPLETED, "finished": COMPLETED}
 
 
 class Tracker(ABC):
-    """Base class of experiment trackers, which write the hyper-parameters and the values of one run.
+    """Base class of experiment trackers, which write the hyper-parameters and metric values of one run.
 
     Trackers may be created on every process, but only the main process may call them. The first call that needs it
     opens the run, and a call after `finish` opens it again. `log_metrics`, `log_hyperparams` and `experiment` are
@@ -76,7 +76,7 @@ class Tracker(ABC):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        """Create the tracker for a run that selects it by name.
+        """Create a tracker for a run that selects it by name, such as `logger="csv"`.
 
         Args:
             save_dir: The root directory of the run.
@@ -87,18 +87,18 @@ class Tracker(ABC):
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Secret values of this tracker, such as its API key, which must not be written anywhere."""
+        """Secret values that this tracker uses, such as its API key. They are removed from all logged values."""
         return ()
 
     def load(self) -> None:
-        """Import the packages that the tracker needs. A run calls it before its first step, on the main thread."""
+        """Import the packages that the tracker needs. Called on the main thread before the first training step."""
 
     def start(self) -> None:
-        """Open the run of this tracker now rather than at its first use. Does nothing if the run is open."""
+        """Open the tracker's run now instead of at the first logged value. Does nothing if the run is already open."""
 
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run. Later calls add further ones.
+        """Write the hyper-parameters of the run. Further calls add to the values that are already stored.
 
         Args:
             values: A dict from name to value. Nested dicts and lists are allowed.
@@ -148,7 +148,7 @@ class Tracker(ABC):
         self.log(dict(values), step)
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write histograms to the run.
+        """Write histograms, such as distributions of weights or gradients, to the run.
 
         Args:
             values: A dict from name to the values of the distribution, as a tensor, an array or a sequence.
@@ -157,7 +157,7 @@ class Tracker(ABC):
         self._leave_out("histograms")
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Write the structure of a model to the run. `fit` calls it with its task.
+        """Write the structure of a model to the run. `fit` calls this method with the task.
 
         Args:
             model: The module, or a text that describes it.
@@ -187,10 +187,6 @@ class Tracker(ABC):
         self._leave_out(f"values such as {name!r}, of type {type(value).__name__}")
 
     def _without_arrays(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Flatten nested values and convert one-element tensors to numbers.
-
-        Larger tensors are omitted with a warning.
-        """
         kept: dict[str, Any] = {}
         for name, value in flatten(values).items():
             if not (hasattr(value, "item") and hasattr(value, "ndim")):
@@ -208,14 +204,14 @@ class Tracker(ABC):
         """Write all remaining values and close the run of this tracker."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs to continue this run, as values that JSON can represent.
+        """Return the tracker's state for a checkpoint, so that a resumed run can continue the same tracker run.
 
         Called on the main process for each checkpoint. All values logged before must be on disk when it returns.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run from the time of a `state_dict` call. Values written after that time are removed.
+        """Continue the tracker run whose state a checkpoint holds. Values logged after that checkpoint are removed.
 
         Called on the main process, before anything is logged.
 
@@ -225,7 +221,7 @@ class Tracker(ABC):
 
     @property
     def tracker(self) -> Any:
-        """The tracker library's own run object, such as a `SummaryWriter`. Opens the run if necessary."""
+        """The run object of the tracker's library, such as a `SummaryWriter`. Opens the run if necessary."""
         self.start()
         return self
 
@@ -253,7 +249,7 @@ class Tracker(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The underlying object of the tracker. An alias of `tracker`."""
+        """The run object of the tracker's library, such as a `SummaryWriter`. An alias of `tracker`."""
         return self.tracker
 
     # end of the run
@@ -270,7 +266,7 @@ class Tracker(ABC):
         self.finish()
 
     def record_end(self, status: str, message: str) -> None:
-        """Call `finalize` when a run ends. Override it if the tracker uses other words for the status.
+        """Tell the tracker how the run ended. The default calls `finalize`. Override it to translate the status.
 
         Args:
             status: The status of the run, as for `finalize`.
@@ -280,7 +276,7 @@ class Tracker(ABC):
 
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-    """Write values with the tracker's `log_metrics` if its class overrides that, else with `log`."""
+    """Log values with the tracker's `log_metrics` if a subclass overrides that method, else with `log`."""
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
     else:
@@ -288,7 +284,7 @@ def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, 
 
 
 def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
-    """Write hyper-parameters with the tracker's `log_hyperparams` if overridden, else `store_init_configuration`."""
+    """Log hyper-parameters with `log_hyperparams` if the tracker overrides it, else `store_init_configuration`."""
     if type(tracker).log_hyperparams is Tracker.log_hyperparams:
         tracker.store_init_configuration(values)
     else:
@@ -296,7 +292,7 @@ def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
 
 
 def hyperparameters_of(params: Any) -> dict[str, Any]:
-    """Return hyper-parameters as a dict. They may be a dict, a dataclass instance, a namespace or None."""
+    """Convert hyper-parameters to a dict. They may be a mapping, a dataclass instance, a namespace or None."""
     if params is None:
         return {}
     if isinstance(params, Mapping):
@@ -312,7 +308,7 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, keep: bool = False) -> Any:
-    """Convert a value to types that YAML and JSON can represent.
+    """Convert a value to basic Python types that YAML and JSON can represent, such as dicts, lists and numbers.
 
     Other objects become text, or stay if `keep` is True.
     """
@@ -351,7 +347,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_main_process(function: Method) -> Method:
-    """Decorate a tracker method so that only the main process runs it, if the tracker sets `main_process_only`.
+    """Decorate a tracker method so that it does nothing on other processes if `main_process_only` is True.
 
     Args:
         function: The method.
@@ -361,6 +357,7 @@ def on_main_process(function: Method) -> Method:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", False):
             state = PartialState.existing()
+            # Before the processes are initialized, the rank comes from the launcher's environment variables.
             rank = state.process_index if state is not None else ProcessEnvironment.detect().rank
             if rank != 0:
                 return None
@@ -370,7 +367,7 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker(Tracker):
-    """Base class of custom trackers for raw training loops. They also work in a Trainer.
+    """Base class for custom trackers, for use with `Accelerator.init_trackers` or as the logger of a Trainer.
 
     A subclass defines `name`, `requires_logging_directory` and the property `tracker`, and overrides the methods that
     it needs. With `main_process_only = True`, only the main process calls it, on a separate thread. With False, every
@@ -420,7 +417,7 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Create the tracker with the name of the project and, if required, a directory.
+        """Create the tracker for a run with a project name. The directory is passed only if the tracker requires one.
 
         Args:
             save_dir: The root directory of the run.
@@ -450,7 +447,7 @@ _CHANNELS = (1, 3, 4)
 
 
 def as_images(values: Mapping[str, Any]) -> dict[str, list[NDArray[Any]]]:
-    """Convert images of all supported forms to uint8 arrays of shape (H, W, C) with 1, 3 or 4 channels."""
+    """Convert tensors, arrays and PIL images to lists of uint8 arrays of shape (H, W, C), with 1, 3 or 4 channels."""
     return {
         name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()
     }
@@ -479,6 +476,7 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
             "channels, or several as (N, C, H, W) or (N, H, W, C).",
         )
     if stack.dtype.kind == "f":
+        # Adding 0.5 rounds to the nearest integer, since `astype` truncates.
         stack = np.nan_to_num(stack).clip(0, 1) * 255 + 0.5
     elif stack.dtype.kind == "b":
         stack = stack * 255
@@ -491,6 +489,7 @@ def as_array(value: Any) -> NDArray[Any]:
 
     if hasattr(value, "detach"):
         value = value.detach().cpu()
+        # NumPy has no bfloat16.
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
     return np.array(value)
 
@@ -509,7 +508,7 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
 
 
 class Losses:
-    """Counter of the values that a tracker could not write, by cause. Each cause is warned about once.
+    """Counter of values that a tracker failed to write. Each cause is logged as a warning only once.
 
     Attributes:
         owner: The name of the tracker, for messages.
@@ -526,7 +525,7 @@ class Losses:
 
     @property
     def total(self) -> int:
-        """The number of lost values since the tracker was created."""
+        """The number of values that could not be written since the tracker was created."""
         return self._total
 
     def count_given(self, values: int) -> None:
@@ -534,8 +533,9 @@ class Losses:
             self._given += values
 
     def count_lost(self, values: int, error: BaseException | str, advice: str = "") -> None:
-        """Count lost values. The first loss of each kind logs a warning."""
+        """Count values that could not be written. A warning is logged when a cause occurs for the first time."""
         cause = self.secrets.in_text(error if isinstance(error, str) else first_line(error))
+        # Messages that differ only in numbers or addresses count as one cause.
         kind = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
         with self._lock:
             self._total += values
@@ -562,7 +562,7 @@ def first_line(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the status of a run that ended with an error or None, and the first line of the error."""
+    """Return the final status of a run and the first line of its error. Without an error, the run is completed."""
     if error is None:
         return COMPLETED, ""
     return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)
