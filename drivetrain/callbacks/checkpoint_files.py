@@ -634,7 +634,7 @@ class CheckpointWriter:
         return True
 
     def poll(self, trainer: Trainer) -> None:
-        """Check without waiting whether the background save failed. A failure ends the run on all processes together."""
+        """Check without waiting whether the background save failed. A failure ends the run on every process."""
         flight = self._in_flight
         if flight is None or not flight.pending.failed():
             return
@@ -659,7 +659,7 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Give up the background save at the end of a run, without collectives. Waits for its files if `wait` is True."""
+        """Give up the background save when a run ends, without collectives. Waits for its files if `wait` is set."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return

@@ -500,7 +500,7 @@ class TrackerGroup:
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
 
     def share_directories(self) -> None:
-        """Make all processes use the run directories that the main process chose. Every process must call this method."""
+        """Make all processes use the run directories that the main process chose. Must be called on every process."""
         held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
         [versions] = broadcast_object_list([[each.version for each in held] if self.is_main else None])
         for directory, version in zip(held, versions, strict=False):
