@@ -62,7 +62,7 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the model's parameter tensors again, since a strategy may have replaced or resharded them."""
+        """Look up the model's parameters again. Copies gathered for a forward pass are freed, as they may be stale."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
