@@ -18,7 +18,7 @@ _LOCK_SECONDS = 120.0
 
 
 class AimLogger(PackageLogger):
-    """Tracker that writes to a run in an Aim repository. Calls return at once, and a background thread executes them.
+    """Tracker that logs to an Aim run. A background thread writes the values, so training does not wait.
 
     If the repository does not exist, it is created. `aim up` displays it. A resumed run continues its Aim run. When a
     `fit` ends, the run is closed with the parameters `status` and, if it failed, `error`. Later logging reopens the
@@ -110,7 +110,7 @@ class _AimRun(PackageRun):
         return self._repo if self._is_remote else os.path.join(self._repo, ".aim")
 
     def _system_params(self) -> dict[str, Any]:
-        """Return the system parameters that Aim records, without secrets."""
+        """Return packages, environment variables, Git state and command line for Aim, without secrets."""
         import sys
         from importlib.metadata import distributions
 
@@ -208,5 +208,5 @@ class _AimRun(PackageRun):
 
 
 def _is_aim_object(value: Any) -> bool:
-    """Return True if a value is an Aim object, which is passed on unchanged."""
+    # Objects such as `aim.Image` are passed on unchanged.
     return type(value).__module__.split(".")[0] == "aim"

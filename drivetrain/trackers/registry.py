@@ -99,7 +99,7 @@ def resolve_trackers(
     name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
-    """Create the trackers that a user selects by name or as objects.
+    """Return a list of tracker objects for a `logger` or `log_with` argument, which may hold names and objects.
 
     Trackers that write files into the same directory, and have no version, share one version. All files of a run are
     then in the same folder.
@@ -158,5 +158,6 @@ def _share_version(trackers: Iterable[Tracker]) -> None:
     shared: dict[str, RunDirectory] = {}
     for tracker in trackers:
         if isinstance(tracker, DirectoryTracker) and not tracker.run_directory.is_decided:
+            # Trackers with the same root share one object, and therefore one version number.
             root = str(tracker.run_directory.root.absolute())
             tracker.run_directory = shared.setdefault(root, tracker.run_directory)
