@@ -42,7 +42,7 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r}: give a share from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """Return the next batch size to try, given the sizes that fit and failed so far. None ends the search.
+        """Return the next batch size to try, or None if the search is over, given the sizes that fit or failed so far.
 
         `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if none).
         """
@@ -55,7 +55,7 @@ class BatchSizeRange:
         return middle if self.mode == "binsearch" and fitting < middle < lacking else None
 
     def chosen(self, fitting: int) -> int:
-        """Return the batch size to use, given the largest that fits. In mode `"binsearch"`, `margin` is subtracted."""
+        """Return the batch size to use, given the largest that fits. Mode `"binsearch"` reduces it by `margin`."""
         return max(1, int(fitting * (1 - self.margin))) if self.mode == "binsearch" else fitting
 
 

@@ -195,7 +195,7 @@ class SavedAccount:
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
-        """Return the checkpoint names that are symbolic links to a place outside `directory`, which are not trusted."""
+        """Return the names of checkpoints that are symbolic links to a target outside of `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
@@ -261,7 +261,7 @@ def is_taken(path: str) -> bool:
 def free_path(
     path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """Return the first of `path`, `path-v1`, `path-v2`, ... that is free or that the caller allows to be replaced."""
+    """Return the first of `path`, `path-v1`, `path-v2`, ... that does not exist or that `may_replace` allows."""
     candidate, version = path + extension, first - 1
     while is_taken(candidate) and not may_replace(candidate):
         version += 1
@@ -367,7 +367,7 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """Return the checkpoints to remove so that `directory` holds at most `limit`, those with the fewest steps."""
+    """Return the checkpoints with the fewest steps, whose removal leaves at most `limit` in `directory`."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
     # Links in `needed` are resolved first, so that the checkpoint that `last` points to is counted as needed.
     found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
@@ -407,7 +407,7 @@ class CheckpointAccount:
     doomed: list[str] = field(default_factory=list)
 
     def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
-        """Record a newly saved checkpoint, and list the checkpoints that it replaces in `doomed`."""
+        """Record a newly saved checkpoint, and mark the checkpoints that it replaces for later removal."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -416,7 +416,7 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record the newest checkpoint. If a run can resume from it, the preemption checkpoints become removable."""
+        """Record the newest checkpoint. If it is complete, mark temporary checkpoints of a preemption for removal."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -572,7 +572,10 @@ class CheckpointWriter:
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Write the checkpoint described by `decision`, in the background if so configured. Call `settle` before."""
+        """Write the checkpoint that `decision` describes, in the background if so configured.
+
+        Call `settle` before, since only one save may run at a time.
+        """
         target = decision.target
         if target is None:
             return

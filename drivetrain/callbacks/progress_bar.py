@@ -153,7 +153,7 @@ class BarDisplay:
         )
 
     def _width(self) -> dict[str, Any]:
-        """Return the width options of tqdm: the width of the terminal, or 80 columns if the terminal reports none."""
+        """Return tqdm arguments for the bar's width: that of the terminal, or 80 columns if it is unknown."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (AttributeError, OSError, ValueError):

@@ -132,7 +132,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Return True if the interval is known to end at this step. A single process may call this method."""
+        """Return True if the interval is known to end at this step. Needs no communication between processes."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -146,7 +146,7 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """Return how many whole intervals have passed since the run began, if this optimizer step is counted."""
+        """Return how many whole intervals have passed since the run began, including this optimizer step."""
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -228,7 +228,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if the callback should log at this optimizer step. A second call for a step returns False."""
+        """Return True if the callback should log at this optimizer step. A second call for the same step returns False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):

@@ -230,7 +230,7 @@ class WeightAveraging(Callback):
         return 0 if self._average is None else self._average.count
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True if the current weights should be added to the average. Override this method to change when.
+        """Return True if the current weights should be added to the average. Override this method for another rule.
 
         It is called after every optimizer step and after every epoch. The default updates after every step.
 
@@ -687,7 +687,7 @@ class StochasticWeightAveraging(Callback):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
-        """Set the learning rates for an epoch of the annealing, and detach the task's schedulers."""
+        """Set the annealed learning rates of an epoch, and stop the task's learning rate schedulers."""
         groups = trainer.optimizers[0].param_groups
         if not self._initial_lrs:
             self._initial_lrs = [float(group["lr"]) for group in groups]
@@ -703,7 +703,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Load the average into the model, and reset its batch norms for the epoch that recomputes statistics."""
+        """Load the average into the model, and reset the batch norms, whose statistics this epoch recomputes."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True

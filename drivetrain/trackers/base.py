@@ -115,7 +115,7 @@ class Tracker(ABC):
         """
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write images to the run.
+        """Log images, for example samples of a generative model.
 
         Args:
             values: A dict from name to one or several images. An image is a PIL image, or a tensor or array of shape
@@ -128,7 +128,7 @@ class Tracker(ABC):
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Write a table to the run.
+        """Log a table, for example of predictions and targets.
 
         Args:
             name: The name of the table.
@@ -174,7 +174,7 @@ class Tracker(ABC):
         self._leave_out("artifacts")
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Run code each time a `ModelCheckpoint` has saved a checkpoint.
+        """Run code each time a `ModelCheckpoint` has saved a checkpoint, for example to upload the file.
 
         Args:
             checkpoint_callback: The callback, with its paths and scores.

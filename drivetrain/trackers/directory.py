@@ -105,7 +105,7 @@ class RunDirectory:
         return path
 
     def existing(self) -> list[Path]:
-        """Return the directories of all runs, newest first. If `version` was given, return only this run's directory."""
+        """Return the directories of all runs, newest first, or only this run's directory if `version` was given."""
         if self.is_given:
             return [self.path]
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]

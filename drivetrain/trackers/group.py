@@ -63,7 +63,7 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Add a call to the queue. Returns False if the queue is full, which `always=True` ignores."""
+        """Add a call to the queue. Returns False if the queue is full. With `always=True`, the limit does not apply."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False

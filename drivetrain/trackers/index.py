@@ -28,7 +28,7 @@ except ImportError:  # Windows
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold an exclusive lock on a file within a `with` block. Raises `TimeoutError` after the given seconds."""
+    """Hold an exclusive lock on a file. Raises `TimeoutError` if the lock is not free within `seconds`."""
     deadline = time.monotonic() + seconds
     with open(path, "a", encoding="utf-8") as file:
         while not _try_lock(file):

@@ -99,7 +99,7 @@ def resolve_trackers(
     name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
-    """Return a list of tracker objects for a `logger` or `log_with` argument, which may hold names and objects.
+    """Return the trackers that a `logger` or `log_with` argument selects, by name or as objects.
 
     Trackers that write files into the same directory, and have no version, share one version. All files of a run are
     then in the same folder.

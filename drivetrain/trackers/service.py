@@ -86,7 +86,7 @@ def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
 
 
 class PackageRun(Tracker):
-    """Base class of wrappers around a third-party package's run, called on the thread of a `PackageLogger`.
+    """Base class of adapters for the run of a third-party package, such as MLflow, used on a background thread.
 
     Its methods are called on the thread of a `PackageLogger`. A subclass implements `open`, which opens the package's
     run and assigns it to `_run`, and `finalize`, which ends the run.

@@ -23,7 +23,7 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """Speed, memory use and time shares of one process, measured over a few seconds of training.
+    """Speed, memory use and breakdown of time of one process, measured over a few seconds of training.
 
     Attributes:
         time: The end of the stretch, in seconds since 1970.
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def busy(self) -> float:
-        """The fraction of time spent on training, without waiting for data, validations and checkpoint writes."""
+        """The fraction of time spent on training itself, not on validations, checkpoints or waiting for data."""
         return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
@@ -217,7 +217,7 @@ def stage_of(name: str) -> str:
 
 
 def is_higher_better(name: str) -> bool:
-    """Guess from a metric's name whether higher values are better, as for an accuracy."""
+    """Return True if a metric's name suggests that higher values are better, as for an accuracy."""
     return bool(re.search(_HIGHER_IS_BETTER, name.lower())) and "loss" not in name.lower()
 
 

@@ -143,7 +143,7 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a run, with the state `"failed"` if its process died while the run was active."""
+    """Return a run's record, with the state `"failed"` if the process died without recording how the run ended."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {
@@ -160,7 +160,7 @@ def seconds_of(record: Mapping[str, Any]) -> float:
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Return True if the process of a run is still running. For another machine, recent updates count as running."""
+    """Return True if a run's process is alive. On another machine, a recently updated record counts as alive."""
     process = record.get("process")
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():

@@ -179,7 +179,7 @@ _PER_RUN = 200
 
 
 class RunSampler:
-    """Sampler that measures a Trainer's speed, memory use and time shares from a background thread."""
+    """Sampler that measures a Trainer's speed, memory use and breakdown of time, from a background thread."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -243,7 +243,7 @@ class RunSampler:
 
 
 class Clock:
-    """Background thread that calls a function again and again, after the pause in seconds that each call returns."""
+    """Background thread that calls a function repeatedly. Each call returns the seconds to wait until the next one."""
 
     def __init__(self, call: Callable[[], float], name: str) -> None:
         self._call = call
