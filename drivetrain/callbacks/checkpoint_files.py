@@ -84,7 +84,9 @@ class BestK:
 
     def add(self, path: str, score: float | None) -> list[str]:
         """Add a checkpoint to the top k. Returns the paths of the checkpoints that no longer belong to it."""
+        # A checkpoint that is saved again under its name displaces no other.
         gone = [] if path in self.scores else self.displaced()
+        # The path itself is removed too, so that it moves to the end of the order of saving.
         for old in (path, *gone):
             self.scores.pop(old, None)
         self.scores[path] = 0.0 if score is None else score
@@ -291,12 +293,14 @@ def is_directory_of(path: str | None, state: SavedAccount) -> bool:
     The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
     """
     old, newest = state.saved_in, state.names["newest"]
+    # Credentials in a URL may change between runs.
     if path is None or without_credentials(path) == without_credentials(old or ""):
         return True
     if not old or "://" in old or not is_local(path):
         return False  # never open a URL that only a checkpoint file names
     if os.path.realpath(path) == os.path.realpath(old):
         return True
+    # Moved: the newest checkpoint is no longer in the old directory, but in this one.
     return bool(newest) and not is_taken(f"{old}/{newest}") and is_taken(f"{path}/{newest}")
 
 
@@ -619,6 +623,7 @@ class CheckpointWriter:
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
         """Write a complete checkpoint before returning. Returns False if that failed and errors are only logged."""
+        # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
             try:
@@ -678,6 +683,7 @@ class CheckpointWriter:
 
     def _finish(self, follow_up: Callable[[], list[str]], forgive: bool = False) -> None:
         try:
+            # Other processes receive the removed paths, or the error, from the main process.
             removed = decide_on_main_process(follow_up)
         except CheckpointError as error:
             if not (self._forgives or forgive):
@@ -709,6 +715,7 @@ class CheckpointWriter:
         return gone
 
     def _roll_back(self, before: CheckpointAccount, error: CheckpointError, forgive: bool = False) -> None:
+        # The failed checkpoint does not exist, so the record must not list it.
         self.kept = before
         if not (self._forgives or forgive):
             raise _with_advice(error) from error

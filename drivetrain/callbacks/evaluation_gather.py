@@ -451,6 +451,7 @@ class EvaluationGather(Callback):
                     suffix = f"/dataloader_idx_{number}" if several else ""
                     results = _compute(self.metrics, samples)
                     values.update({self._name(key, stage) + suffix: value for key, value in results.items()})
+                # The sanity check runs only a few batches, so its file would be incomplete.
                 if self.path is not None and not trainer.sanity_checking:
                     root = trainer.local_dir
                     suffix = f"-dataloader_idx_{number}" if several else ""
@@ -498,6 +499,7 @@ def _compute(metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any], sam
 def _value_of(metric: Callable[..., Any], samples: Samples) -> Any:
     if not _is_metric(metric):
         return metric(samples.predictions, samples.targets)
+    # A copy, so that a metric which the task updates too keeps its state.
     fresh: Any = copy.deepcopy(metric)
     fresh = fresh.to("cpu")
     for module in fresh.modules():

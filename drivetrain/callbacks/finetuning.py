@@ -229,6 +229,7 @@ class BaseFinetuning(Callback):
             count = len(groups)
             rates = [float(group["lr"]) for group in groups]
             self.finetune_function(task, epoch, optimizer)
+            # The groups that this callback has added are the last ones.
             own = range(count - len(self._added.get(number, ())), count)
             # A rate that `finetune_function` set by hand becomes the new base of the group's schedule.
             changed = [each for each in own if float(groups[each]["lr"]) != rates[each]]
@@ -388,6 +389,7 @@ class BackboneFinetuning(BaseFinetuning):
         elif epoch > first_epoch and self.previous_backbone_lr is not None:
             own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             own = rate if self.should_align and own > rate else own
+            # The group of the backbone was added last.
             optimizer.param_groups[-1]["lr"] = own
         else:
             return

@@ -63,6 +63,7 @@ class GradientNorm(Callback):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = trainer.strategy.gradients
         name = f"grad_norm/{number}" if len(self._logs) > 1 else "grad_norm"
+        # Clipping to an infinite norm changes nothing, but returns the norm over all shards.
         values = {name: float(gradients.clip_norm(parameters, math.inf, self.norm_type))}
         if self.by_parameter:
             held = {id(parameter) for parameter in parameters}

@@ -278,6 +278,7 @@ class Guard(Callback):
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False
+        # One collective for all recorded steps. All processes then see the same values and react alike.
         values = torch.stack([one.value for one in watched])
         for one, value in zip(watched, reduce(values, "mean").tolist(), strict=True):
             wrong = self.judge(value)
@@ -392,8 +393,10 @@ class NaNGuard(Guard):
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
         finite = torch.isfinite(value)
+        # With an fp16 loss scale, overflowing gradients are normal, and the scaler skips the step.
         if self.check_gradients and not self._rescales and trainer.task is not None:
             finite = finite & _are_finite([p.grad for p in trainer.task.parameters() if p.grad is not None], value)
+        # 1 for a bad value, so that the mean over processes is above 0 if any process has one.
         return 1.0 - finite.float()
 
     def judge(self, value: float) -> str | None:
@@ -521,6 +524,7 @@ class LossSpikeGuard(Guard):
             if score > self.threshold:
                 what = "the loss" if self.monitor == "loss" else self.monitor
                 return f"{what} is {value:.6g}, {score:.1f} robust deviations above the median {median:.6g}"
+        # Spikes return above, so they do not raise the median for later values.
         self._values.append(value)
         return None
 

@@ -206,6 +206,7 @@ class _Rates:
                 "A single `Optimizer` cannot have multiple parameter groups with identical names, since the names "
                 f"label the logged rates: {twice[0]!r}. Give each group a different `name`, or none.",
             )
+        # A second group renames the first one: `lr-Adam` becomes `lr-Adam/pg1`, and its history moves along.
         moved = [monitor.lrs.pop(name, []) for name in self._known]
         for kept in (monitor.last_momentum_values, monitor.last_weight_decay_values):
             for name in [each for each in kept if each.rpartition("-")[0] in self._known]:

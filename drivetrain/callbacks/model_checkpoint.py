@@ -426,6 +426,7 @@ class ModelCheckpoint(Callback):
         self._waits_for_validation = checked_number(state_dict, "waits_for_validation", bool)
         self._elapsed = checked_number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
+        # Continue in the directory of the earlier run, which may have moved with its root.
         if not self._dirpath_is_given and self._root:
             self.dirpath = decide_on_main_process(
                 lambda: checkpoint_files.directory_to_resume(self.dirpath, state, self._root, self._default_directories)
@@ -503,6 +504,7 @@ class ModelCheckpoint(Callback):
             due = self._timer.is_due(step)
         else:
             due = step % self.every_n_train_steps == 0
+        # A validation follows this step and changes the metrics, so the save waits for it.
         if due and (self.monitor or self.name_of().fields) and getattr(trainer, "validation_follows", False):
             self._waits_for_validation = True
         elif due:
@@ -523,6 +525,7 @@ class ModelCheckpoint(Callback):
             return
         was_validated, self._judged = self._validations > self._judged, self._validations
         is_validated = self._validations > 0 or ((trainer.check_val_every_n_epoch or 1) > 1 and trainer.validates)
+        # Without a validation in this epoch, the metric would be that of older weights.
         is_stale = self.monitor is not None and is_validated and not was_validated
         if is_stale and self.save_on_train_epoch_end is None:
             return
@@ -537,11 +540,13 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         wanted = self.save_on_exception and self._training and isinstance(exception, Exception)
+        # After a failed save, another one would probably fail too.
         if not wanted or isinstance(exception, CheckpointError):
             return
         if self._is_saved(trainer.global_step):
             return
         moment = f"exception-step={trainer.global_step}"
+        # A save needs all processes, and would hang if some of them did not raise.
         if all_arrive(f"{self.state_key}/{self._fits}/{moment}", EXCEPTION_PATIENCE):
             try:
                 name = decide_on_main_process(lambda: self._formatted_filename(trainer) or moment)

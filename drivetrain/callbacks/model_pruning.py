@@ -140,6 +140,7 @@ class ModelPruning(Callback):
         for name in pruned:
             # Without this, a checkpoint could be loaded only into a pruned model.
             state[name] = state.pop(f"{name}_orig") * state.pop(f"{name}_mask")
+        # Optimizer states refer to parameters by name, so they need the usual names too.
         own = {f"{name}_orig": name for name in pruned}
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [
@@ -185,6 +186,7 @@ class ModelPruning(Callback):
         restored, self._restored = self._restored, None
         if not restored:
             return
+        # Masks can be applied only after the plain parameters of the checkpoint have been loaded.
         self._originals = dict(restored["originals"])
         for name, mask in restored["masks"].items():
             module, own = self._targets[name]
@@ -213,6 +215,7 @@ class ModelPruning(Callback):
         """
         targets = list(self._targets.values())
         if self._global:
+            # A user's pruning method may have no amount.
             takes_amount = "amount" in signature(self._method).parameters
             prune.global_unstructured(targets, self._method, **({"amount": amount} if takes_amount else {}))
             return

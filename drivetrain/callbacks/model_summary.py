@@ -227,6 +227,7 @@ class ModuleTable:
         self.total_flops = int(counter.get_total_flops())
         root = type(self._model).__name__
         for name, row in rows.items():
+            # The counter's module names begin with the class of the root module.
             row.flops = int(sum(counts.get(f"{root}.{name}", counts.get(name, {})).values()))
 
 

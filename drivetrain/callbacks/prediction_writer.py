@@ -93,6 +93,7 @@ def _write_parquet(columns: dict[str, Tensor], path: Path) -> None:
     for name, value in columns.items():
         # Arrow has no bfloat16 type.
         flat = arrow.array((value.float() if value.dtype is torch.bfloat16 else value).reshape(-1).numpy())
+        # An Arrow list has one dimension, so the metadata of the file store the shape of a row.
         shapes[name] = list(value.shape[1:])
         arrays.append(arrow.FixedSizeListArray.from_arrays(flat, math.prod(shapes[name])) if value.dim() > 1 else flat)
     table = arrow.table(arrays, names=list(columns))
@@ -304,6 +305,7 @@ class PredictionWriter(BasePredictionWriter):
         if trainer.strategy.topology.counts_rows:
             columns = _columns(prediction, batch_indices)
             first = int(columns["index"][0])
+            # Leading zeros, so that sorting by name sorts by index.
             name = f"batch-{first:012d}"
             write(columns, self._folder(trainer, dataloader_idx) / name, self.file_format)
 

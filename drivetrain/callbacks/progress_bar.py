@@ -138,6 +138,7 @@ class BarDisplay:
             stage.bar.set_description(stage.title, refresh=False)
             stage.bar.set_postfix_str("", refresh=False)
             stage.bar.reset(stage.total)
+            # `reset` sets the count to 0, but a resumed epoch begins later.
             stage.bar.initial = stage.bar.n = stage.before
             return
         stage.bar = self._bar_type(
@@ -147,6 +148,7 @@ class BarDisplay:
             leave=not stage.passing,
             position=self._position + stage.depth,
             **self._width(),
+            # The callback decides when to redraw, so tqdm must not skip updates.
             mininterval=0,
             miniters=1,
             file=sys.stdout,
@@ -419,6 +421,7 @@ class TQDMProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         last = trainer.max_epochs
+        # Epochs are counted from 0, so the last one is `max_epochs - 1`.
         of = f"/{last - 1}" if last is not None and last > 0 else ""
         before = trainer.progress.batches_in_epoch
         epoch = Stage(
@@ -538,6 +541,7 @@ class TQDMProgressBar(Callback):
         self._display.close(stage)
         if self._stages:
             self._stage = self._stages[-1]
+            # The validation must not lower the speed that the epoch's bar shows.
             self._stage.pause(time.perf_counter() - stage.started)
 
     def _close_stages(self) -> None:

@@ -164,6 +164,7 @@ class RichProgressBar(TQDMProgressBar):
         super().__init__(
             refresh_rate, leave=leave, refresh_seconds=max(0.1, 1 / refresh_rate if refresh_rate > 0 else 0)
         )
+        # Unlike the base class, `refresh_rate` is a number of redraws per second.
         self._batches_between = 1
         self.theme = theme
         self.console_kwargs = dict(console_kwargs or {})
@@ -271,4 +272,5 @@ class RichDisplay:
             TextColumn("{task.fields[speed]}", style=Style.parse(theme.processing_speed), markup=False),
             TextColumn("{task.fields[values]}", style=Style.parse(theme.metrics), markup=False),
         )
+        # The callback redraws the bars itself, so rich needs no thread.
         return Progress(*columns, console=self._console, auto_refresh=False)

@@ -39,6 +39,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
             message[0] = decide()
         except Exception as error:
             raised = error
+            # Only these errors can be created again from their message on other processes.
             message[1] = type(error) if isinstance(error, DrivetrainError) else DrivetrainError
             message[2] = error.message if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
     broadcast_object_list(message)
@@ -108,6 +109,7 @@ class StepInterval:
         self.steps = every if isinstance(every, int) else 0
         if self._every is not None and self._every.unit is Unit.STEPS:
             self.steps = int(self._every.amount)
+        # A plain number of steps needs no counters: its multiples are due.
         self._crosses = isinstance(every, Duration) or not self.steps
         self._timer: StepTimer | None = None
         if self._every is not None and self._every.unit is Unit.SECONDS:
@@ -154,7 +156,7 @@ class StepInterval:
             return step // self.steps
         count = self._progress.count(every.unit)
         if step > self._progress.global_step:
-            # During an optimizer step, its own samples are not in the Trainer's counters yet.
+            # The counters do not include the current step yet, so its samples and tokens are estimated.
             count += self._current.ahead.get(every.unit, 0)
         return int(count // every.amount)
 
@@ -189,6 +191,7 @@ class RunPoint:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
             elapsed = self._timer.elapsed
+            # At the start of an epoch the exact time counts, and one message per epoch is cheap.
             self._has_come = decide_on_main_process(lambda: elapsed >= self._after.amount)
         elif not self._has_come:
             self._has_come = self._timer.is_due(self._progress.global_step)
@@ -228,7 +231,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if the callback should log at this optimizer step. A second call for the same step returns False."""
+        """Return True if the callback should log at this optimizer step. Repeated calls for one step return False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):
@@ -288,6 +291,7 @@ def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
     if monitor in logged or "train" in monitor:
         return None
     alike = difflib.get_close_matches(monitor, sorted(logged), n=1, cutoff=_TYPO)
+    # `val_loss_1` and `val_loss_2` are two metrics, not a typo.
     if not alike or _without_numbers(alike[0]) == _without_numbers(monitor):
         return None
     return (

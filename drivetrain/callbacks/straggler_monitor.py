@@ -124,6 +124,7 @@ class StragglerMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, task: Task, loss: Tensor) -> None:
         if self._began and self._measures_forward:
+            # Kernels run asynchronously. Without this, only the time to launch them would be measured.
             trainer.strategy.topology.kind.synchronize()
             self._forward += perf_counter() - self._began
         self._began = 0.0

@@ -257,6 +257,7 @@ class ThroughputMonitor(Callback):
         if world_size > 1:
             shards = world_size if data_shards is None else data_shards
             for name, rate in rates.items():
+                # Every process computes, but a batch that several processes share counts once.
                 values[join(("train", name))] = rate * (world_size if name == "flops_per_sec" else shards)
         if last.flops and self.available_flops:
             values[join(("train", "device", "mfu"))] = rates["flops_per_sec"] / self.available_flops

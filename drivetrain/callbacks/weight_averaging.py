@@ -74,6 +74,7 @@ class AveragedTensors:
             self._average = [each.to(self._device or each.device, copy=True) for each in live]
         elif self._avg_fn is not None and self._multi_avg_fn is None:
             for average, value in zip(self._average, live, strict=True):
+                # The function receives the count as a tensor, as in `torch.optim.swa_utils.AveragedModel`.
                 count = torch.tensor(self.count, device=average.device)
                 average.copy_(self._avg_fn(average, value.to(average.device), count))
         else:
@@ -112,6 +113,7 @@ class AveragedTensors:
     def load(self, averaged: dict[str, Any], count: int) -> None:
         """Restore the average and its number of updates from a checkpoint. The model's own weights stay unchanged."""
         own = self._live()
+        # The model itself loads the average, since this also splits it into shards. Its weights are restored below.
         kept = [each.clone() for each in own]
         self._strategy.state.load_model(self._model, averaged)
         self.refresh()
@@ -135,6 +137,7 @@ class AveragedTensors:
         ]
 
     def _update_together(self, live: Sequence[Tensor]) -> None:
+        # Tensors of one device and dtype are averaged by a few fused operations.
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for average, value in zip(self._average, live, strict=True):
             averages, values = groups.setdefault((average.device, average.dtype), ([], []))
@@ -259,6 +262,7 @@ class WeightAveraging(Callback):
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
         self._restored = None
         if OWN_STATE in checkpoint:
+            # Training continues from the trained weights. `on_fit_start` restores the average.
             self._restored, checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop(OWN_STATE)
         else:
             logger.warning(f"{type(self).__name__}: the checkpoint contains no average, so averaging starts again.")
@@ -425,6 +429,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None and self.schedule is not None:
+            # Decide once per step, since the intervals count their calls.
             if step_idx != self._asked:
                 self._asked, self._answer = step_idx, self._decide(step_idx)
             return self._answer
@@ -555,6 +560,7 @@ class StochasticWeightAveraging(Callback):
         start = self.swa_epoch_start
         if isinstance(start, Duration):
             return ENDLESS if self._start_epoch is None else self._start_epoch
+        # The argument counts epochs from 1, the result from 0.
         return max((int(self._epochs * start) if isinstance(start, float) else start) - 1, 0)
 
     @property

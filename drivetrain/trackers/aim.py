@@ -92,6 +92,7 @@ class _AimRun(PackageRun):
             return
         os.makedirs(self._repo, exist_ok=True)
         with locked(os.path.join(self._repo, ".aim.lock"), _LOCK_SECONDS):
+            # Another run may have created the repository while this one waited for the lock.
             if not Repo.exists(self._repo):
                 Repo.from_path(self._repo, init=True)
 

@@ -277,6 +277,7 @@ class Tracker(ABC):
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
     """Log values with the tracker's `log_metrics` if a subclass overrides that method, else with `log`."""
+    # A user's class may override either name. The inherited `log_metrics` calls `log`.
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
     else:
@@ -318,6 +319,7 @@ def plain(value: Any, keep: bool = False) -> Any:
         return {str(key): plain(item, keep) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, keep) for item in value]
+    # Sorted, so that equal sets become equal lists.
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item, keep) for item in value), key=str)
     if isinstance(value, PurePath):
@@ -406,6 +408,7 @@ class GeneralTracker(Tracker):
 
     def __init__(self, _blank: bool = False) -> None:
         missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
+        # A subclass may also assign `tracker` in its constructor.
         if "tracker" not in vars(self) and type(self).tracker is Tracker.tracker:
             missing.append("tracker")
         if missing and not _blank:
@@ -495,6 +498,7 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[list[Any]]]:
+    # A DataFrame, recognized without importing pandas.
     if hasattr(data, "columns") and hasattr(data, "values"):
         names = data.columns if columns is None else columns
         return [str(name) for name in names], [list(row) for row in data.values.tolist()]

@@ -93,6 +93,7 @@ class CSVLogger(DirectoryTracker):
         for key, value in self._without_arrays(values).items():
             row[key if key in _FIRST_COLUMNS else self._prefix + key] = value
         if self._rows and _same_step(self._rows[-1], row):
+            # The row keeps its first epoch, see `_same_step`.
             self._rows[-1].update({**row, "epoch": self._rows[-1]["epoch"]} if "epoch" in self._rows[-1] else row)
             self._last_has_grown = True
             return
@@ -208,8 +209,10 @@ class _Table:
         if new:
             first = [key for key in _FIRST_COLUMNS if key in new or key in self.columns]
             rest = [key for key in (*self.columns, *new) if key not in _FIRST_COLUMNS]
+            # The header is the first line of the file, so new columns need a new file.
             self._widen([*first, *rest])
         writer = csv.DictWriter(self._file, self.columns, restval="", lineterminator="\n")
+        # The last row is written on its own, so that the offset of its start is known.
         writer.writerows(rows[:-1])
         self._file.flush()
         last_row = os.fstat(self._file.fileno()).st_size

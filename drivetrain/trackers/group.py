@@ -108,6 +108,7 @@ class CallQueue:
             self._run(*item)
             del item  # free the values before waiting for the next call
             with self._changed:
+                # A thread that finishes after `stop` must not change the count of its successor.
                 if generation == self._generation:
                     self._pending -= 1
                     self._changed.notify_all()
@@ -268,11 +269,13 @@ class BackgroundTracker(Tracker):
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         if type(self._inner).log_graph is not Tracker.log_graph:
+            # The thread must not access the module while it is trained.
             text = str(model)
             self._submit(lambda: self._inner.log_graph(text))
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         self._has_files = True
+        # The working directory may have changed when the thread uses the path.
         given = os.path.abspath(path)
         self._submit(lambda: self._inner.log_artifact(given, name))
 
@@ -302,6 +305,7 @@ class BackgroundTracker(Tracker):
             return {}
         if self._is_behind and self._calls.pending:
             return self._state  # an earlier checkpoint has waited already
+        # The thread does not use the tracker yet, so it can be called directly.
         if not (self._was_used or self._is_open):
             return self._inner.state_dict()
         found = self._ask(self._inner.state_dict, STATE_SECONDS)
@@ -316,6 +320,7 @@ class BackgroundTracker(Tracker):
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # An open run must be closed before the tracker continues another one.
         if self._was_used and state and state != self._state:
             self.finalize()
         self._inner.load_state_dict(state)
@@ -333,6 +338,7 @@ class BackgroundTracker(Tracker):
         message = self._clean.in_text(message)
         seconds = INTERRUPTED_SECONDS if status not in (COMPLETED, "success") else FINISH_SECONDS
         seconds = UPLOAD_SECONDS if self._has_files else seconds
+        # The run must be closed even if the queue is full.
         self._calls.put(lambda: self._close(status, message), 0, always=True)
         in_time = self._calls.drain(seconds)
         left = self._calls.stop()
@@ -352,6 +358,7 @@ class BackgroundTracker(Tracker):
                 self._is_open = False
 
     def _at_exit(self) -> None:
+        # In an interactive session, `last_value` is the error of any earlier statement, not of this run.
         self.finalize(*outcome_of(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)))
 
     # background thread
@@ -583,6 +590,7 @@ class TrackerGroup:
         states: list[dict[str, Any]] = []
         for tracker in self.trackers:
             states.append({})
+            # If a tracker fails, its state stays empty, so that states and trackers remain aligned.
             self._call(tracker, lambda target: states[-1].update(target.state_dict()), 0)
         if self.recorder is not None:
             recorded: dict[str, Any] = {}
@@ -593,6 +601,7 @@ class TrackerGroup:
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue the tracker runs saved in a checkpoint. Raises `CheckpointError` if a tracker rejects its state."""
         if self.is_main:
+            # States are matched by position. A resumed run may have more or fewer trackers.
             given = [state for state in states if _RECORDED not in state]
             for tracker, state in zip(self.trackers, given, strict=False):
                 self._call(tracker, partial(_load, state=state))

@@ -88,6 +88,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / f".{NAME}.lock", LOCK_SECONDS):
+            # A line break in a path or command must not begin another entry.
             _put_first(directory / NAME, " ".join(line.splitlines()))
     except OSError as error:
         from drivetrain.runtime.logging import get_logger  # imported late, because it imports torch

@@ -53,6 +53,7 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
             see="trackers.md",
         )
     known = _registered(name)
+    # The same class may be registered again, for example by a notebook cell that runs twice.
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
             f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another name.",

@@ -66,6 +66,7 @@ class Secrets:
 
 def is_secret_name(name: str) -> bool:
     """Return True if a name denotes a secret, such as `api_key`, but not for `max_tokens` or `pad_token`."""
+    # `clientSecret` becomes `client_secret`.
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
     return bool(_SECRET_NAME.search(snake)) and not _VOCABULARY.search(snake)
 

@@ -140,6 +140,7 @@ class PackageRun(Tracker):
         if run_id is None or self._is_given:
             self._continues = self._continues or (run_id is not None and run_id == self.run_id)
             return
+        # An ID may become part of a path, so `..` is not allowed.
         if not (isinstance(run_id, str) and re.fullmatch(self.id_form, run_id) and run_id.strip(".")):
             raise CheckpointError(
                 f"The state of {self.owner} in this checkpoint has run_id={run_id!r}, which is not a run ID."

@@ -129,6 +129,7 @@ class _WandbRun(PackageRun):
             self._check_server(wandb, settings)
             given = {"dir": self.save_dir, "id": self.run_id, "resume": "allow", **self._options}
             self._run, self._is_shared = wandb.init(**{**given, "settings": settings}), False
+        # wandb drops values whose own step is lower than the last one, so the x axis is a metric of its own.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP, step_sync=True)
         return str(Path(self._run.dir).parent) if self._run.offline else str(self._run.url)

@@ -198,6 +198,7 @@ class Chart:
         columns = []
         for curve in curves:
             values = dict(zip(curve.steps, curve.values, strict=True))
+            # None stands for a point that this curve does not have.
             columns.append([_short(values.get(x)) for x in xs])
         return {
             "title": self.title,

@@ -320,6 +320,7 @@ def _figures(run: RunPage) -> Rows:
     weight = sum(seconds for _, seconds in busy)
     if weight > 0:
         shards = record.get("data_shards", len(run.lanes))  # fewer than processes if several share a batch
+        # The mean over all samples, weighted by the time spent training.
         rate = shards * sum(rate * seconds for rate, seconds in busy) / weight
         found.append(("samples per second", number(float(f"{rate:.3g}"))))
     used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
@@ -436,6 +437,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
     ]
     parts_of_run = []
     for number_of, each in enumerate(sessions, start=1):
+        # An earlier part that is still marked as running was killed.
         state = FAILED if each.get("state") == RUNNING and each is not record else each.get("state")
         parts_of_run.append((f"part {number_of}", f"{moment(each.get('started', 0))}, {state}: {each.get('reason')}"))
     return [*found, ("Parts", parts_of_run)] if parts_of_run else found
@@ -450,6 +452,7 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
     charts = charts_of([run.values for run in runs], names)
     has_rate = any(chart.kind == "Learning rate" for chart in charts)
     for index, run in enumerate(runs):
+        # One curve per run keeps the comparison readable.
         first = {rank: lane for rank, lane in run.lanes.items() if rank == 0}
         for chart in sampled_charts(first, has_rate, index, names[index]):
             same = next((each for each in charts if (each.title, each.x) == (chart.title, chart.x)), None)

@@ -342,6 +342,7 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
             f"{os.fspath(place)!r} holds TensorBoard event files, but TensorBoard is not installed. Install it with "
             '`pip install "drivetrain[tensorboard]"`.',
         ) from error
+    # The size 0 keeps all values. By default, TensorBoard keeps a sample.
     events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
     events.Reload()
     found = RunValues()
@@ -412,6 +413,7 @@ class Resumption:
     checkpoint: str
 
     def environment(self) -> dict[str, str]:
+        # The resumed run must record its own command, not that of this process.
         kept = {name: value for name, value in os.environ.items() if name != COMMAND_VARIABLE}
         return {**kept, RESUME_VARIABLE: self.checkpoint}
 

@@ -55,6 +55,7 @@ def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
     is_whole = HIDDEN not in shown
     return {
         "command": shown,
+        # A command with a hidden secret cannot be run again.
         "argv": words if is_whole and _can_start_again(trainer) else None,
         "cwd": os.getcwd(),
         "process": _process(),
@@ -185,6 +186,7 @@ def commit_of(folder: str) -> dict[str, Any] | None:
         if git is None:
             return None
         head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        # A detached HEAD holds a commit ID instead of a branch.
         if not head.startswith("ref: "):
             return {"id": head, "branch": "", "changed": None}
         name = head.removeprefix("ref: ")

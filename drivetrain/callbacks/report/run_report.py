@@ -81,6 +81,7 @@ class ReportWriter:
     def write(self) -> None:
         """Write `run.json` and the report page while training runs. The first page contains no curves yet."""
         is_first, self._has_page = not self._has_page, True
+        # Counts only the processor time of this thread, which is what training loses.
         began = time.thread_time()
         self._due = time.monotonic() + self._seconds  # set first, so that a failed attempt is not repeated at once
         record = self._record(RUNNING, "")
@@ -293,6 +294,7 @@ class WarningLog(logging.Handler):
 
     def close(self) -> None:
         self._logger.removeHandler(self)
+        # Other code may have replaced the function since, and must keep it.
         if self._before is not None and warnings.showwarning == self._show:
             warnings.showwarning = self._before
         self._before = None
@@ -320,6 +322,7 @@ class WarningLog(logging.Handler):
     def _add(self, text: str) -> None:
         known = self._known.get(text)
         if known is not None:
+            # A repeated warning is counted instead of listed again.
             known[3] += 1
         elif len(self.found) < _MOST:
             shown = self._clean(text[:_LONGEST])
@@ -402,6 +405,7 @@ class RunReport(Callback):
             return
         folder = os.path.abspath(tracker.run_directory.path) if trainer.is_global_zero else None
         if trainer.world_size > 1:
+            # Only the main process knows the version number of its run directory.
             [folder] = broadcast_object_list([folder])
         assert folder is not None
         self._folder = folder
