@@ -207,7 +207,7 @@ class Callback:
         """Run code when `fit` begins, after the model and the optimizers have been prepared."""
 
     def on_fit_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when `fit` ends."""
+        """Run code when `fit` ends without an error or a preemption, after all checkpoints have been written."""
 
     def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
         """Run code before the sanity check, which runs a few validation batches before training."""
@@ -216,19 +216,19 @@ class Callback:
         """Run code after the sanity check, which runs a few validation batches before training."""
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when training begins, after the sanity check."""
+        """Run code before the first training epoch, after the sanity check."""
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when training ends."""
+        """Run code after the last training epoch. Not called if an error or a preemption ends the run."""
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a training epoch begins."""
+        """Run code at the start of each training epoch, before its first batch."""
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Run code when a training epoch ends, after any validation at its end. Metrics of the epoch are available."""
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-        """Run code before each training batch.
+        """Run code before each training batch, which is already on the device.
 
         Args:
             trainer: The running Trainer.
@@ -299,13 +299,13 @@ class Callback:
     # validation
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a validation begins."""
+        """Run code at the start of each validation, also of a validation during `fit`."""
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a validation ends. Its metrics are in `trainer.callback_metrics`."""
+        """Run code at the end of each validation, when its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code before the first validation batch."""
+        """Run code before the first validation batch, directly after `on_validation_start`."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Run code after the last validation batch. Values logged with `task.log` still count for this validation."""
@@ -313,7 +313,7 @@ class Callback:
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code before each validation batch.
+        """Run code before each validation batch, which is already on the device.
 
         Args:
             trainer: The running Trainer.
@@ -326,7 +326,7 @@ class Callback:
     def on_validation_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code after each validation batch.
+        """Run code after each validation batch, for example to collect the outputs of `validation_step`.
 
         Args:
             trainer: The running Trainer.
@@ -340,13 +340,13 @@ class Callback:
     # test
 
     def on_test_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a test begins."""
+        """Run code when `test` begins, before the first test batch."""
 
     def on_test_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a test ends. Its metrics are in `trainer.callback_metrics`."""
+        """Run code when `test` ends, when the test metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code before the first test batch."""
+        """Run code before the first test batch, directly after `on_test_start`."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Run code after the last test batch. Values logged with `task.log` still count for this test."""
@@ -354,36 +354,48 @@ class Callback:
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code before each test batch. The arguments are the same as for `on_validation_batch_start`."""
+        """Run code before each test batch, which is already on the device.
+
+        The arguments are the same as for `on_validation_batch_start`.
+        """
 
     def on_test_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code after each test batch. The arguments are the same as for `on_validation_batch_end`."""
+        """Run code after each test batch, for example to collect the outputs of `test_step`.
+
+        The arguments are the same as for `on_validation_batch_end`.
+        """
 
     # predict
 
     def on_predict_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when `predict` begins."""
+        """Run code when `predict` begins, before the first prediction batch."""
 
     def on_predict_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when `predict` ends."""
+        """Run code when `predict` ends, after the last prediction batch."""
 
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code before the first prediction batch."""
+        """Run code before the first prediction batch, directly after `on_predict_start`."""
 
     def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last prediction batch."""
+        """Run code after the last prediction batch, directly before `on_predict_end`."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code before each prediction batch. The arguments are the same as for `on_validation_batch_start`."""
+        """Run code before each prediction batch, which is already on the device.
+
+        The arguments are the same as for `on_validation_batch_start`.
+        """
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code after each prediction batch. The arguments are the same as for `on_validation_batch_end`."""
+        """Run code after each prediction batch, for example to store the outputs of `predict_step`.
+
+        The arguments are the same as for `on_validation_batch_end`.
+        """
 
 
 # Stages

@@ -133,7 +133,7 @@ class EarlyStopping(Callback):
 
     @property
     def best_score(self) -> Tensor:
-        """The best value of the monitored metric so far, as a scalar tensor. Infinite before the first check."""
+        """The best value of the monitored metric so far, as a scalar tensor, or infinity before the first check."""
         return torch.tensor(self._best)
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GradientNorm(Callback):
-    """Callback that logs the norm of the unclipped gradients, over all processes and shards.
+    """Callback that logs the norm of the gradients before they are clipped, over all processes and shards.
 
     It logs `grad_norm` every `log_every_n_steps` steps. With several optimizers the names are `grad_norm/0`,
     `grad_norm/1` and so on. Steps that are not logged compute nothing.

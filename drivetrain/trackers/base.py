@@ -201,7 +201,7 @@ class Tracker(ABC):
         """Write all values logged so far to disk, or send them to the tracker's server."""
 
     def finish(self) -> None:
-        """Write all remaining values and close the run of this tracker."""
+        """Write all remaining values and close the tracker's run. Logging further values opens the run again."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tracker's state for a checkpoint, so that a resumed run can continue the same tracker run.
