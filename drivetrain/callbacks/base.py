@@ -141,7 +141,7 @@ class Callback:
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
-        """Return True if the current weights are worth saving. `ModelCheckpoint` asks every callback before it saves.
+        """Return True if the current weights may be saved. Called on every callback before a checkpoint is saved.
 
         Called on all processes, which must return the same value. If any callback returns False, no checkpoint is
         saved.

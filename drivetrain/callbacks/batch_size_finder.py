@@ -42,7 +42,7 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r}: give a share from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """Return the next batch size to try, or None if the search is over, given the sizes that fit or failed so far.
+        """Return the next batch size to try, given the sizes that fit or failed so far, or None to end the search.
 
         `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if none).
         """

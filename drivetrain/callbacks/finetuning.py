@@ -126,7 +126,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters, without those of submodules. A batch norm stops tracking statistics.
+        """Freeze the parameters that belong directly to a module. A batch norm also stops updating its statistics.
 
         Args:
             module: The module.
