@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint found in a directory.
+    """A complete checkpoint that was found in a directory, with facts from its manifest.
 
     Attributes:
         path: Its directory or URL, or its file in another tool's format.
@@ -42,7 +42,9 @@ class FoundCheckpoint:
 def list_checkpoints(
     root: str | os.PathLike[str], *, storage: Storage | None = None, warn: bool = True
 ) -> list[FoundCheckpoint]:
-    """List the complete checkpoints in a directory, newest first: by step, then by time.
+    """Return the complete checkpoints in a directory, the newest first.
+
+    They are ordered by step, and then by time.
 
     Files are checked by name and size. Their content is not read. Files in another tool's format are included if
     drivetrain wrote them.
@@ -128,7 +130,7 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """Describe a single drivetrain checkpoint, a directory or a file. Call it on one process.
+    """Return facts about a single drivetrain checkpoint, such as its step. Call it on one process.
 
     Args:
         path: The checkpoint.
@@ -159,7 +161,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Find the newest intact checkpoint next to a damaged one, for an error message. Call it on one process."""
+    """Return a sentence for an error message that names the newest intact checkpoint next to a damaged one."""
     found, path = storage_of(directory)
     storage = storage or found
     try:
@@ -182,7 +184,7 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 
 def _file_at(path: str) -> FoundCheckpoint | None:
-    """Describe a file in another tool's format that drivetrain wrote, or return None."""
+    """Return facts about a checkpoint file in another tool's format, or None if drivetrain did not write it."""
     file = written_file(path)
     if file is None:
         return None

@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Differences between requested tensors and those of a checkpoint, by path.
+    """Differences between the tensors that a model expects and those that a checkpoint contains.
 
     Attributes:
         missing: Requested tensors that the checkpoint does not hold.
@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if there are no differences."""
+        """True if there are no differences between the expected tensors and those in the checkpoint."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """A complete checkpoint that is open for reading.
+    """A complete checkpoint on disk, opened for reading.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -85,11 +85,14 @@ class Checkpoint:
 
     @property
     def storage(self) -> Storage:
-        """The storage that holds the checkpoint."""
+        """Storage on which the checkpoint is, such as a local file system."""
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Read one of the checkpoint's JSON files. The result refers to tensors by key (see `pack`)."""
+        """Return the content of one of the checkpoint's JSON files, in which tensors are named by key.
+
+        See `pack`.
+        """
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         return entries_of(packed, path)
@@ -97,7 +100,7 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read the state that is equal on all processes.
+        """Read the state that is equal on all processes, such as models and optimizers.
 
         Args:
             only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.
@@ -127,7 +130,7 @@ class Checkpoint:
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Check the SHA-256 of files.
+        """Raise an error if the SHA-256 of a file differs from the manifest.
 
         Args:
             names: The files to check. None checks all, and also the structure of the index and the JSON files.
@@ -146,7 +149,7 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """Return the tensor keys of a packed tree, after checking that the index holds them all."""
+        """Return the keys of the tensors in a packed tree. Raise an error if the index lacks one of them."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -156,7 +159,7 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild a packed tree. Tensors are read into the given targets, or into new tensors."""
+        """Rebuild the state from a packed tree. Tensors are read into the given targets, or into new tensors."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -171,7 +174,7 @@ class Checkpoint:
         return tree
 
     def read_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors from the checkpoint.
+        """Fill the given tensors with values from the checkpoint.
 
         Args:
             tensors: The tensors to fill, by their key in the checkpoint's index. They may be sharded.
@@ -186,7 +189,7 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors to fill, by key, and separately the tied ones that the file stores under another key."""
+        """Return the tensors to fill, by key, and a list of tied ones that are stored under another key."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []
@@ -212,14 +215,14 @@ class Checkpoint:
 
 
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """Return the entries of a checkpoint's JSON file. Raises an error if it is not a packed dict."""
+    """Return the entries of a checkpoint's JSON file. Raise an error if the content is not a dict."""
     if type(tree) is not dict or is_tagged(tree):
         raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
     return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Compare the tensors of two flat state dicts, for example those of a model and of a checkpoint.
+    """Compare the names and shapes of the tensors in two flat state dicts, such as a model's and a saved one.
 
     Args:
         wanted: The state dict to be filled.
@@ -240,7 +243,7 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Select entries of a packed state, by key or by the path of a nested entry."""
+    """Return selected entries of a packed state, given by keys or by paths such as `engine/models`."""
     part: dict[str, Any] = {}
     for path in only:
         head, _, rest = path.partition("/")

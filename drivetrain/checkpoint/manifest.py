@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a checkpoint's manifest.
+    """Content of a checkpoint's `MANIFEST.json`, which lists all other files of the checkpoint.
 
     Attributes:
         files: Size and SHA-256 of every other file of the checkpoint, by name.
@@ -41,7 +41,7 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """Return the file's content: canonical JSON that includes a checksum of itself."""
+        """Return the manifest as the content of its file: JSON with a checksum of itself."""
         content = {
             "format": FORMAT,
             "version": self.version,
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Parse the content of a manifest file. `where` is its path, for error messages."""
+        """Parse the content of a manifest file. `where` is the file's path for error messages."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -103,7 +103,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if `name` is a relative path that stays within its directory."""
+    """Return True if a relative path stays within its directory, so that a manifest may list it."""
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
@@ -112,7 +112,7 @@ _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """Read a checkpoint's manifest, and check that all listed files exist with the listed sizes."""
+    """Return a checkpoint's manifest, after checking that all its files exist and have the listed sizes."""
     path = storage.join(directory, MANIFEST)
     found = storage.sizes(directory)
     try:
@@ -158,7 +158,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Return True if a directory contains a manifest of this format, even a damaged one."""
+    """Return True if a directory contains a drivetrain manifest, even a damaged one."""
     path = storage.join(directory, MANIFEST)
     try:
         content = decoded(storage.read(path), path)
@@ -168,13 +168,16 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
-    """Raise a `CheckpointError` if a directory contains no manifest of this format."""
+    """Raise a `CheckpointError` if a directory contains no drivetrain manifest."""
     if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
-    """Raise an error if `directory` contains other data than a checkpoint, so that a save does not overwrite it."""
+    """Raise an error if there is something at a path that is not a checkpoint.
+
+    A save must not overwrite such data.
+    """
     if not storage.exists(directory) or storage.is_link(directory):
         return
     try:
@@ -187,7 +190,7 @@ def check_replaceable(storage: Storage, directory: str) -> None:
 
 
 def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: str) -> bytes:
-    """Read a small file of a checkpoint and check its SHA-256."""
+    """Return the content of a small file of a checkpoint, after checking its SHA-256."""
     path = storage.join(directory, manifest.data, name)
     if name not in manifest.files:
         raise DamagedCheckpointError(f"{path} is missing: {MANIFEST} does not list it.")
@@ -200,7 +203,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise an error if a file's size or hash differs from the manifest."""
+    """Raise an error if the size or hash of a file differs from what the manifest lists."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
@@ -229,7 +232,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Paths of the models' and optimizers' states within a checkpoint.
+    """Paths within a checkpoint's state at which the states of models and optimizers are stored.
 
     Attributes:
         models: The path of the models' states.
@@ -242,7 +245,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Arrange states as the checkpoint arranges them, to pass them as targets of a read."""
+        """Nest states of models or optimizers as in the checkpoint, so that they can be filled from it."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -253,7 +256,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Return the paths of the models and optimizers in a checkpoint with these top-level entries."""
+    """Return where a checkpoint stores models and optimizers, judged by its top-level entries."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:
@@ -266,7 +269,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the shared state of a checkpoint of any version to the current schema. Values are not changed.
+    """Convert a checkpoint's shared state, written by any version, to the current structure of entries.
 
     Args:
         shared: All or some top-level entries of a checkpoint, packed or not.
@@ -303,7 +306,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert one process's own state, from a checkpoint of any version, to the current schema."""
+    """Convert one process's own state, written by any version, to the current structure of entries."""
     if "engine" in own:
         return dict(own)
     return {

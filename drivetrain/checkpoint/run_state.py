@@ -32,7 +32,7 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Save a checkpoint. Call it on all processes. It first waits for a save that is still running.
+    """Save a checkpoint of a run, after a save that is still running. Call it on all processes.
 
     Args:
         directory: The checkpoint's directory or URL. An existing checkpoint is replaced after the new one is complete.
@@ -71,7 +71,7 @@ def load_run_state(
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
-    """Load a checkpoint. Nothing in it is unpickled.
+    """Load the state of a run from a checkpoint. Nothing is unpickled, so no code is executed.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -167,7 +167,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """Return the number of processes that wrote a checkpoint, and a function that reads the own state of one rank.
+    """Return the number of processes that wrote a checkpoint, and a function that reads one rank's state.
 
     Args:
         path: The checkpoint's directory, file or URL.
@@ -209,7 +209,9 @@ def read_shared(
 
 
 def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Convert a checkpoint of another tool: a folder of `save_state`, also with FSDP shards, or a `.ckpt` file.
+    """Convert a checkpoint of another tool to a drivetrain checkpoint.
+
+    The source is a folder of `save_state`, also with FSDP shards, or a `.ckpt` file.
 
     Call it on one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` accept the result. No code from the
     files is executed. Only the main process's random state is kept, for a run of one process. A `.ckpt` file has none.

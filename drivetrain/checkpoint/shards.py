@@ -39,7 +39,7 @@ _LONGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a tensor, as stored in a file.
+    """One part of a tensor, as stored in a file of a checkpoint.
 
     Attributes:
         entry: Its name in the file, its dtype and its shape.
@@ -51,7 +51,7 @@ class Part:
 
 
 class TensorIndex:
-    """Index of all tensors of a checkpoint and of the file positions of their parts.
+    """Index of all tensors of a checkpoint, with the files and byte positions of their parts.
 
     Attributes:
         metadata: The tensors in the form that `torch.distributed.checkpoint` uses.
@@ -67,11 +67,11 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """Return the stored part of a tensor that `index` identifies."""
+        """Return the stored part of a tensor with the given name and offsets."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
-        """Return the parts in each file that holds tensors, without empty parts."""
+        """Return the stored parts of tensors in each file, by file name. Empty parts are left out."""
         found: dict[str, list[Part]] = {}
         for part in self._parts.values():
             if part.place.nbytes:
@@ -125,7 +125,10 @@ class TensorIndex:
         return list(values)
 
     def _check_files(self) -> None:
-        """Raise an error if two parts share bytes. Otherwise a small file could expand to a huge amount of memory."""
+        """Raise an error if two parts share bytes of a file.
+
+        Otherwise a small file could expand to a huge amount of memory.
+        """
         ends: dict[str, tuple[int, str]] = {}
         for part in sorted(self._parts.values(), key=lambda one: (one.place.file, one.place.start)):
             place = part.place
@@ -141,7 +144,7 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Raise an error if a file's own header does not match the checkpoint's index."""
+    """Raise an error if the header of a safetensors file does not match the checkpoint's index."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -157,7 +160,7 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
 
 
 def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two parts of a tensor that overlap, or None. Empty parts never overlap."""
+    """Return two parts of a tensor that overlap, or None if there are none. Empty parts never overlap."""
     if len(chunks) < 2:
         return None
     # Along the dimension that they are spread over most, only few reach beyond the start of the next one.
@@ -187,7 +190,7 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Reads ranges of a file in ascending order. It hashes the whole file, or skips the bytes in between."""
+    """Open file of a checkpoint that is read in ascending order, and hashed completely if requested."""
 
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
@@ -210,7 +213,7 @@ class FileStream:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Read bytes from offset `start` into the buffer `target`."""
+        """Fill a buffer with the bytes that begin at offset `start` of the file."""
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)
@@ -240,7 +243,10 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Read a range of a file in blocks, without hashing. All blocks use one buffer, so use each before the next."""
+    """Yield a range of a file in blocks, without checking the file's hash.
+
+    All blocks use one buffer, so use each block before the next one is read.
+    """
     buffer = memoryview(bytearray(min(BLOCK, length)))
     with FileStream(storage, path, listed, hashes=False) as stream:
         for done in range(0, length, BLOCK):
@@ -250,7 +256,7 @@ def read_range(storage: Storage, path: str, listed: FileDigest, start: int, leng
 
 
 def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
-    """Hash a file completely and compare the hash with the manifest."""
+    """Raise an error if a file's size or SHA-256 differs from the manifest. The whole file is read."""
     with FileStream(storage, path, listed, hashes=True):
         pass
 
@@ -271,7 +277,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """The index of all tensors. It is read and checked at the first use."""
+        """Index of all tensors of the checkpoint, read and checked on first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
@@ -279,11 +285,11 @@ class SafetensorsReader(StorageReader):
         return self._found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of all tensors, as `torch.distributed.checkpoint` planners expect it."""
+        """Return the metadata of all tensors, in the form that `torch.distributed.checkpoint` uses."""
         return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return dtype, shape and parts of each tensor, by key."""
+        """Return the dtype, shape and parts of each tensor of the checkpoint, by key."""
         return {
             key: one
             for key, one in self.read_metadata().state_dict_metadata.items()
@@ -291,19 +297,19 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Return the file and byte position of the part of a tensor at the given offsets."""
+        """Return the file and byte position of a tensor's part that begins at the given offsets."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:
-        """Return the path of a file that the manifest lists."""
+        """Return the full path of a file of the checkpoint, from its name in the manifest."""
         return self._storage.join(self._directory, self._manifest.data, name)
 
     def unread(self) -> list[str]:
-        """Return the files from which no tensor has been read so far."""
+        """Return the names of the checkpoint's files from which no tensor has been read yet."""
         return [name for name in self._manifest.files if name not in self._read_files]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all tensors of a load plan, several files in parallel."""
+        """Read all tensors of a load plan into their destinations, from several files in parallel."""
         wanted: dict[str, dict[Part, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
             part = self.index.part(item.storage_index)
@@ -317,7 +323,10 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Compare the headers of files with the index. Reading tensors checks them as well."""
+        """Raise an error if the header of a file does not match the index. None checks all files.
+
+        Reading tensors makes this check as well.
+        """
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)

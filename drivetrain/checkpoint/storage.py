@@ -40,20 +40,20 @@ NO_FILE = -1
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and hash of one file, as listed in a checkpoint's manifest."""
+    """Size and SHA-256 hash of a file, as listed in a checkpoint's manifest."""
 
     size: int
     sha256: str
 
 
 def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
-    """Split a buffer into blocks of at most `size` bytes."""
+    """Yield a buffer in blocks of at most `size` bytes, without copying."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
-    """Run jobs in threads, wait for all of them, and raise the first error.
+    """Run functions in threads, wait until all threads have ended, and raise the first error, if any.
 
     It uses plain threads, because an executor accepts no work after the interpreter has begun to exit. A background
     save must still finish then.
@@ -86,48 +86,48 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 class Reader(Protocol):
-    """Protocol of a file that is open for unbuffered reading."""
+    """Protocol of the open files that `Storage.open` returns."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read bytes into `buffer`. Returns the number of bytes read, which may be less than its size."""
+        """Read bytes into a buffer. Return their number, which may be less than the size of the buffer."""
 
     def seek(self, offset: int, /) -> int:
-        """Continue reading at the given byte offset."""
+        """Move the position of the next read to a byte offset from the start of the file, and return it."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class Storage(ABC):
-    """Base class of file systems on which checkpoints are stored. Paths are strings."""
+    """Base class of the places where checkpoints are stored, such as a local disk. Paths are strings."""
 
     # reading
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size of each file below a directory, by relative path. Empty if the directory does not exist.
+        """Return the size of each file in a directory tree, by relative path. Empty if it does not exist.
 
         Links and other special files have the size `NO_FILE`, and links are not followed.
         """
 
     @abstractmethod
     def open(self, path: str) -> Reader:
-        """Open a file for reading."""
+        """Open a file for reading and return it."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """Return the content of a small file."""
+        """Return the whole content of a small file."""
 
     @abstractmethod
     def children(self, root: str) -> list[str]:
-        """Return the names of the subdirectories of a directory. Empty if it does not exist."""
+        """Return the names of the subdirectories of a directory, or an empty list if it does not exist."""
 
     @abstractmethod
     def is_directory(self, path: str) -> bool:
         """Return True if `path` is a directory."""
 
     def exists(self, path: str) -> bool:
-        """Return True if a file or directory of this path exists."""
+        """Return True if there is a file or directory at `path`."""
         return self.is_directory(path)
 
     def is_link(self, path: str) -> bool:
@@ -135,7 +135,7 @@ class Storage(ABC):
         return False
 
     def resembles_checkpoint(self, directory: str) -> bool:
-        """Return True if a directory contains files of a checkpoint, complete or not."""
+        """Return True if a directory seems to contain a checkpoint, even an incomplete one."""
         names = self.sizes(directory)
         return MANIFEST in names or any("tensors/" in name for name in names)
 
@@ -147,32 +147,38 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Choose the directory in which a checkpoint is written until it is published."""
+        """Return the path at which a new checkpoint is first written, and the name of its folder in the manifest.
+
+        The name is empty if publishing renames the whole directory.
+        """
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create a directory with the given subdirectories, if another process has not created it already."""
+        """Create the directory of a new checkpoint with subdirectories. Existing ones are no error."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write a new file and flush it to disk. Returns its size and hash."""
+        """Write a new file, flush it to disk, and return its size and hash."""
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Write the manifest, and rename a finished checkpoint to its final name, replacing an older one."""
+        """Write the manifest of a finished checkpoint and make it available under its final name.
+
+        An older checkpoint of this name is replaced.
+        """
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Remove a directory that will not be published. Never raises."""
+        """Delete a directory that will not be published, as far as possible."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint. From the first moment on, what remains of it is not recognized as a checkpoint."""
+        """Remove a checkpoint. If this is interrupted, no incomplete checkpoint is left under its name."""
 
     # names
 
     def join(self, *parts: str) -> str:
-        """Join parts of a path."""
+        """Join the parts of a path with slashes, leaving out empty parts."""
         return "/".join(part for part in parts if part)
 
     def parent(self, path: str) -> str:
@@ -185,7 +191,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """Storage on a local or shared file system. Checkpoints are written under a temporary name and renamed."""
+    """Storage on a local or shared file system, which writes under a temporary name and then renames."""
 
     _os: Any = os  # what makes, writes and renames files; a test puts one in its place that fails
 
@@ -215,7 +221,7 @@ class LocalStorage(Storage):
             return []
 
     def files(self, root: str) -> list[str]:
-        """Return the paths of the regular, visible files in a directory. Empty if it does not exist."""
+        """Return the paths of the regular files in a directory without hidden ones. Empty if it does not exist."""
         try:
             with os.scandir(root) as entries:
                 plain = (each for each in entries if each.is_file(follow_symlinks=False))
@@ -274,7 +280,7 @@ class LocalStorage(Storage):
         self.replace(place, directory, token)
 
     def replace(self, place: str, path: str, token: str) -> None:
-        """Rename a complete directory or file to `path`. An existing one is restored if the rename fails."""
+        """Rename a finished directory or file to its final path. If this fails, an older one there is restored."""
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
         parent, name = os.path.split(path)
@@ -319,7 +325,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush a file that other code has written to disk. Returns its size and hash."""
+        """Flush a file that other code, such as a hook, has written to disk. Return its size and hash."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)
@@ -348,7 +354,7 @@ class LocalStorage(Storage):
 
 
 class FsspecStorage(Storage):
-    """Storage on any fsspec file system, such as `s3://` or `memory://`. These cannot rename atomically.
+    """Storage on a file system of fsspec, such as `s3://`, where nothing can be renamed atomically.
 
     Each save writes into a new folder `data-TOKEN`. The checkpoint's `MANIFEST.json` names this folder and is uploaded
     last. This single file makes the checkpoint appear, or replaces an older one.
@@ -450,7 +456,7 @@ _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage for a path or URL, and the path in the form that this storage expects."""
+    """Return the storage that a path or URL is on, and the path in the form that this storage expects."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
@@ -488,19 +494,19 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Return a dict that identifies a process by machine, process id and start time since boot."""
+    """Return a dict that identifies a running process by machine, process id and start time."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
 
 def writer_token() -> str:
-    """Return a new unique token for a temporary file name. It identifies the process that writes the file."""
+    """Return a unique part of a name for a temporary file, from which the writing process can be identified."""
     started = round((started_since_boot() or 0.0) * 100)
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
 
 def clean_stale(root: str) -> list[str]:
-    """Remove unfinished checkpoints of ended processes, and restore checkpoints that they were about to replace.
+    """Remove unfinished checkpoints of ended processes, and restore older ones that were moved aside.
 
     Args:
         root: The directory that contains the checkpoints, on a local or shared file system.
@@ -526,7 +532,10 @@ def clean_stale(root: str) -> list[str]:
 
 
 def replaced_beside(directory: str) -> str | None:
-    """Return the older checkpoint that an interrupted save had renamed, or None if its name is in use."""
+    """Return the path of an older checkpoint that an interrupted save has moved aside, or None.
+
+    It is None as well if there is a checkpoint at `directory`.
+    """
     parent, name = os.path.split(directory)
     if os.path.lexists(directory):
         return None
@@ -537,7 +546,7 @@ def replaced_beside(directory: str) -> str | None:
 
 
 def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
-    """List temporary files and directories of saves below `root`, those of the latest checkpoint first."""
+    """List temporary files and directories that saves have left in a directory, the newest checkpoint first."""
     try:
         with os.scandir(root) as entries:
             kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
@@ -563,7 +572,7 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
 
 
 def _is_alive(place: str) -> bool:
-    """Return True if the process that writes into a directory is running, or if this cannot be determined yet."""
+    """Return True if the process that writes a temporary directory is, or may be, still running."""
     path = os.path.join(place, WRITER_FILE)
     try:
         writer = decoded(LocalStorage().read(path), path)
@@ -576,7 +585,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return True if the process that created a token is running. None if unknown or on another machine."""
+    """Return whether the process that created a token is running, or None if this cannot be determined."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100
@@ -592,7 +601,10 @@ def _is_recent(path: str, patience: float) -> bool:
 
 
 def _host() -> str:
-    """Identify the machine's current boot and the container. Process ids are only comparable within them."""
+    """Return text that identifies the machine, its current boot and the container.
+
+    Process ids can only be compared within one of them.
+    """
     parts = [socket.gethostname(), boot_id()]
     try:
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -602,7 +614,7 @@ def _host() -> str:
 
 
 def boot_id() -> str:
-    """Return the kernel's identifier of the current boot, or an empty string if there is none."""
+    """Return the Linux kernel's identifier of the current boot, or an empty string on other systems."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -611,7 +623,7 @@ def boot_id() -> str:
 
 
 def started_since_boot(pid: int | str = "self") -> float | None:
-    """Return the seconds between the machine's boot and a process's start, or None if unknown.
+    """Return the start time of a process, in seconds since the machine's boot, or None if unknown.
 
     Unlike a time of day, this value does not change when the clock is set.
     """
@@ -624,7 +636,7 @@ def started_since_boot(pid: int | str = "self") -> float | None:
 
 
 def started_at() -> float:
-    """Return the time at which this process started, in seconds since 1970, to within a second of psutil's value."""
+    """Return the start time of this process, in seconds since 1970, accurate to about a second."""
     since_boot = started_since_boot()
     if since_boot is not None:
         return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)  # a tick is a hundredth
@@ -634,7 +646,7 @@ def started_at() -> float:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return True if the process with this `pid` started at the given time and is still running.
+    """Return True if the process `pid` is running, and is the one that started at the given time.
 
     `started` is a value of `started_at` or `started_since_boot`.
     """

@@ -43,13 +43,13 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Separate the tensors of a nested structure. Returns the packed tree and a dict from key to tensor."""
+    """Separate tensors from plain values in a nested structure. Return a JSON tree and the tensors by key."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Pack state into plain values and one flat dict of CPU tensors.
+    """Return a dict with state as a JSON tree (`tree`) and its CPU tensors by key (`tensors`).
 
     Args:
         state: Nested dicts and lists of plain values and tensors.
@@ -63,7 +63,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from a packed tree. Refuses anything that `pack` cannot have written."""
+    """Rebuild a nested structure from a packed tree and its tensors. Other content is refused as damaged."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -87,7 +87,7 @@ def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Rebuild one value that is packed under a type name such as `__tuple__`."""
+    """Rebuild a value of a type that JSON does not have, from its tag such as `__tuple__` and its content."""
     try:
         if word == "__tensor__":
             return tensor_of(_text(content))
@@ -104,18 +104,20 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Raised for packed content that `pack` never writes."""
+    """Exception for content that no checkpoint contains, because `pack` never writes it."""
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """Return the keys of all tensors that a packed tree refers to, without duplicates, in order."""
+    """Return the keys of all tensors in a packed tree, in order and without duplicates."""
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
     return list(found)
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key of the tensor at a path of a packed tree, or None. Tied tensors share one key.
+    """Return the key under which the tensor at a path of a packed tree is stored, or None.
+
+    Tied tensors have one key.
 
     Args:
         packed: The tree that `pack` returned.
@@ -129,17 +131,17 @@ def key_at(packed: Any, path: str) -> str | None:
 
 
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array with a tensor's shape and dtype that occupies no memory."""
+    """Return an array of a tensor's shape and dtype that occupies no memory. Its values are zeros."""
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Return True if a packed dict encodes another type than a dict."""
+    """Return True if a dict in a packed tree stands for a value of another type, such as a tuple."""
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """Return the part of a packed tree at a path of plain keys, or None if there is none."""
+    """Return the part of a packed tree at the given keys and indices, or None if there is none."""
     for part in path:
         try:
             packed = packed[part]
@@ -238,7 +240,7 @@ _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 @dataclass(eq=False)
 class _Packer:
-    """Packs one tree. It records the tensors found, to detect those that share storage."""
+    """State while a nested structure is packed: the tensors found so far, to detect tied ones."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -289,7 +291,7 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Record a tensor and return its key. A tensor that was recorded before keeps its first key."""
+        """Add a tensor and return its key. A tensor that has been added before keeps its first key."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
@@ -333,7 +335,7 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Parse the content of a checkpoint's JSON file. `path` is used in error messages."""
+    """Return the content of a checkpoint's JSON file. `path` is used in error messages only."""
     try:
         return json.loads(raw, parse_constant=_refused_constant)
     except (ValueError, RecursionError) as error:
@@ -345,7 +347,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as the JSON of a checkpoint file. NaN and infinite numbers are refused."""
+    """Return a value as the bytes of a checkpoint's JSON file. NaN and infinite numbers are refused."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -386,7 +388,7 @@ INDEX = f"{FOLDER}/index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, dtype and shape of a tensor, or of a part of one, in a safetensors file."""
+    """Name, dtype and shape of a tensor, or of a part of a tensor, in a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -396,20 +398,23 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Return the entry of a part of a tensor. If it is not the full tensor, its name includes its offsets."""
+        """Return the entry of a part of a tensor. The name of a real part includes its offsets."""
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the tensor takes in the file."""
+        """Number of bytes that the tensor occupies in the file."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the tensor's header entry. A dtype that safetensors does not define is stored as bytes."""
+        """Return the description of the tensor for the header of a safetensors file.
+
+        A dtype that safetensors does not define is described as bytes.
+        """
         name = dtype_name(self.dtype)
         known = name in _NAMES
         return {
@@ -421,7 +426,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """File and byte position of one part of a tensor."""
+    """Position of one part of a tensor: the file, the first byte and the number of bytes."""
 
     file: str
     start: int
@@ -434,7 +439,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that a safetensors header means by a name."""
+    """Return the dtype of a name in a safetensors header, such as `"F32"`. Raise `ValueError` if unknown."""
     found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
     if found is None:
         raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
@@ -442,7 +447,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Create the header of a safetensors file. Returns its bytes and the order in which the tensors must be written."""
+    """Return the header of a safetensors file, and the byte offset in the file at which each tensor starts."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -456,7 +461,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return an order of tensors, as indices, in which each tensor starts at an aligned address.
+    """Return an order for writing tensors, as indices, in which each one starts at an aligned offset.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
     so on follow. Each tensor then starts at a multiple of its item size.
@@ -466,7 +471,7 @@ def aligned(entries: Iterable[Entry]) -> list[int]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes on the CPU, without a copy if it is a contiguous CPU tensor."""
+    """Return the bytes of a tensor as a memoryview. A contiguous CPU tensor is not copied."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if plain.numel() == 0:
         return memoryview(b"")
@@ -474,14 +479,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if bytes of the given dtype can be read directly into the memory of `target`."""
+    """Return True if stored bytes of a dtype can be read directly into the memory of a tensor."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
     return plain and target.dtype == dtype
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor's entry and position in a safetensors file.
+    """Name, dtype, shape and position of a tensor in a safetensors file.
 
     Attributes:
         entry: The tensor's name, dtype and shape.
@@ -498,7 +503,7 @@ class Placed:
 
 
 def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """Parse the header of a safetensors file. Returns the tensors by name, and the metadata."""
+    """Parse the header of a safetensors file. Return the tensors by name, and the metadata."""
     length = header_length(head, size, where)
     begin = _LENGTH + length
     try:
@@ -521,7 +526,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """Return the length of a safetensors header in bytes, which the first eight bytes of the file hold."""
+    """Return the length of a safetensors header in bytes, from the first eight bytes of the file."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
         raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
