@@ -115,6 +115,7 @@ def newest_checkpoint(
 
 def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None) -> str | None:
     found = list_checkpoints(root, storage=storage)
+    # Checkpoints that were saved after a NaN or infinite loss are the last resort.
     for one in [each for each in found if each.finite_loss] + [each for each in found if not each.finite_loss]:
         if verify and not _is_whole(one, storage):
             continue
@@ -143,7 +144,7 @@ def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = Non
         CheckpointError: There is no complete drivetrain checkpoint.
     """
     found, place = storage_of(path)
-    # A link to a file, such as `last.ckpt`, is as good as the file.
+    # Follow a link to a file, such as `last.ckpt`.
     one = _file_at(os.path.realpath(place)) if isinstance(storage or found, LocalStorage) else None
     return one or _found(place, Checkpoint(place, "size", storage or found).manifest)
 
@@ -175,7 +176,7 @@ def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = No
                 step = "" if one.step is None else f" (step {one.step})"
                 return f" The newest whole checkpoint beside it is {one.path}{step}."
     except (OSError, CheckpointError):
-        return ""  # it must not hide what is wrong
+        return ""  # must not hide the original error
     return " No other checkpoint beside it is whole." if others else ""
 
 
@@ -192,4 +193,5 @@ def _file_at(path: str) -> FoundCheckpoint | None:
 
 
 def _age(one: FoundCheckpoint) -> tuple[float, float]:
+    # Sorts the newest first. Checkpoints without a step come last.
     return (-one.step if one.step is not None else 1.0, -one.saved_at)

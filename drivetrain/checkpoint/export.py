@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 Source = tuple[Entry, Callable[[], Iterable[Tensor]]]
-"""What describes a tensor that is to be written, and what reads or computes it: its values in order, in any pieces."""
+"""Description of a tensor to be written, and a function that yields its values in order, in pieces of any size."""
 
 
 def consolidate(
@@ -273,6 +273,7 @@ def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dt
     """Yield the values of a checkpoint's tensor in blocks, converted to `dtype`."""
     own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
+    # Only parts that are split along the first dimension can be written one after the other.
     if not all(chunk.sizes[1:] == described.size[1:] for chunk in chunks):
         whole = torch.empty(described.size, dtype=own)
         checkpoint.read_tensors({key: whole})
@@ -319,14 +320,14 @@ def write_safetensors(
             for name, shard in shards.items():
                 written[name] = os.path.join(directory, f".{name}.{token}")
                 storage.write(written[name], _content_of(shard, {**aliases, "format": "pt"}, bar))
-        if len(shards) > 1:  # a tied name is where its tensor is
+        if len(shards) > 1:  # tied names are listed in the files' metadata only
             index = index_of({entry.name: name for name, shard in shards.items() for entry, _ in shard}, total)
             written[_INDEX] = os.path.join(directory, f".{_INDEX}.{token}")
             storage.write(written[_INDEX], [memoryview(index)])
         for name, path in written.items():
             os.replace(path, os.path.join(directory, name))
         for name in os.listdir(directory):
-            if _OURS.match(name) and name not in written:  # of an earlier export, which would be read along with these
+            if _OURS.match(name) and name not in written:  # from an earlier export; it would be read with the new files
                 os.unlink(os.path.join(directory, name))
     except OSError as error:
         raise CheckpointError(
@@ -344,7 +345,6 @@ _OURS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$|^model\.safetensors\
 
 
 def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any]) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file in blocks, and advance the progress bar."""
     ordered = [shard[position] for position in aligned(entry for entry, _ in shard)]
     yield memoryview(layout([entry for entry, _ in ordered], metadata)[0])
     for _, pieces in ordered:
@@ -397,7 +397,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return _DTYPES[dtype]
 
 
-# Weights by name, wherever they lie: described without reading, read one at a time, over their file where possible
+# Weights by name from any source, which are described without being read
 
 
 _READERS = 4
@@ -504,7 +504,7 @@ class CheckpointWeights(Weights):
     """Weights of one model in a drivetrain checkpoint."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
-        # Hashes are of whole files, and would be computed again for each tensor that is read alone.
+        # A hash covers a whole file, so it is not checked again for every tensor that is read alone.
         self._checked, self._quick = Checkpoint(directory), Checkpoint(directory, verify="size")
         self.where = self._checked.directory
         self._keys = model_keys(self._checked, model)
@@ -543,7 +543,7 @@ class CheckpointWeights(Weights):
         if path not in self._opened:
             self._opened[path] = MappedFile(path)
         file = self._opened[path]
-        # A dtype that the format has no name for is there as bytes.
+        # A dtype that safetensors does not define is stored as bytes, which cannot be used directly.
         as_is = key in file.placed and file.placed[key].entry.dtype == self.entries[name].dtype
         return (file, key) if as_is and file.is_aligned(key) else None
 
@@ -606,7 +606,7 @@ def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[
     return {name: target for name, target in metadata.items() if target in entries and name not in entries}
 
 
-# Weights as other tools write them: safetensors or torch's own files, one or several with an index
+# Weights in files of other tools: safetensors or torch's format, one file or several with an index
 
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
@@ -642,7 +642,7 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
             path = storage.join(path, found)
         if is_local and not os.path.isfile(path):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.stat(path)  # raises what else keeps it from being seen
+                os.stat(path)  # raises other errors, such as a missing permission
             raise CheckpointError(f"There is no file {path}.")
         if not path.endswith(".json"):
             return _open_file(storage, path)
@@ -653,7 +653,7 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
     for name, file in parts.items():
         if name not in opened[file]:
             raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
-    # All weights of the files, and each that the index names from the file that it names.
+    # Weights that the index does not list are included; all others come from the file that it names.
     every = {name: each for each in opened.values() for name in each}
     return JoinedWeights(every | {name: opened[file] for name, file in parts.items()}, path)
 
@@ -705,7 +705,7 @@ def _choose(names: list[str], directory: str) -> str:
     indices = [name for name in alone if name.endswith(_INDEX_NAME)]
     if len(indices) == 1:
         return indices[0]
-    if MANIFEST in names:  # which cannot be read, or is damaged
+    if MANIFEST in names:  # a damaged checkpoint: opening it raises an error
         return MANIFEST
     raise CheckpointError(
         f"There are no weights in {directory}: expected {SAFE} or {TORCH}, or parts of one with its {_INDEX_NAME[1:]}."
@@ -730,7 +730,7 @@ def save_pickled_weights(
     shards = named_shards(weights, sizes, shard_limit(max_shard_size), TORCH)
     os.makedirs(directory, exist_ok=True)
     for file, names in shards.items():
-        # A view would take its whole storage along.
+        # torch.save writes the whole storage of a view, so a copy is saved.
         torch.save({name: weights[name].clone() for name in names}, os.path.join(directory, file))
     if len(shards) > 1:
         index = index_of({name: file for file, names in shards.items() for name in names}, sum(sizes))
@@ -756,7 +756,7 @@ def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str
     return filled
 
 
-# Weights into a model whose tensors are sharded over processes, or that one process sends to the others
+# Loading into a sharded model, or with rank 0 as the only process that reads
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -805,6 +805,7 @@ def load_over_processes(
             to = dtype_of(name, wanted[name].dtype if name in wanted else None)
             weights[name] = weight.to(to) if weight.is_floating_point() else weight
     if dtype is not None:
+        # Change the model's dtypes first, because loading copies into the existing tensors.
         held = chain(model.named_parameters(), model.named_buffers())
         targets = {id(tensor): dtype_of(name, None) for name, tensor in held if tensor.is_floating_point()}
         model._apply(lambda tensor: tensor.to(targets[id(tensor)]) if id(tensor) in targets else tensor)  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from drivetrain.checkpoint.save import PendingSave
 
-# The module and class of each format, in the order in which they are asked.
+# Module and class of each format, in the order in which they are tried.
 _FORMATS = {
     "lightning": "drivetrain.compat.formats.lightning_file:LightningFormat",
     "accelerate": "drivetrain.compat.formats.accelerate:AccelerateFormat",
@@ -69,7 +69,7 @@ class CheckpointFormat:
     keeps_objects: bool = False
     shown_to_hooks: Callable[[dict[str, Any]], AbstractContextManager[dict[str, Any]]] = nullcontext
 
-    # checkpoints that are there
+    # existing checkpoints
 
     def recognises(self, source: Any) -> bool:
         """Return True if a path, an opened file or its content seems to have this format.
@@ -167,7 +167,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if a save may overwrite the path, at which an earlier checkpoint of the run may be.
+        """Return True if a save may overwrite an earlier checkpoint of the run at this path.
 
         Args:
             path: The path.
@@ -179,7 +179,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if a directory allows links, so that a checkpoint can have two names after one save.
+        """Return True if a second name for a checkpoint can be a link, so that it is not written twice.
 
         Args:
             directory: The directory or URL.
@@ -219,7 +219,7 @@ def formats() -> Iterator[CheckpointFormat]:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the folder that it is in
+    except ModuleNotFoundError:  # its package is missing too
         return False
 
 
@@ -315,7 +315,7 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
         raise CheckpointError(f"{path} could not be removed: {error}.") from error
 
 
-# The keys of callbacks' states, which other tools spell in another way
+# Keys of callbacks' states, which other tools spell differently
 
 _TIME = re.compile(r"datetime\.timedelta\(([\w=, ]*)\)")
 

@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Differences between the tensors that a model expects and those that a checkpoint contains.
+    """Differences between the requested tensors and those in a checkpoint.
 
     Attributes:
         missing: Requested tensors that the checkpoint does not hold.
@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if there are no differences between the expected tensors and those in the checkpoint."""
+        """True if there are no differences between the requested tensors and those in the checkpoint."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """A complete checkpoint on disk, opened for reading.
+    """A complete checkpoint, opened for reading.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -79,13 +79,14 @@ class Checkpoint:
         self._storage = storage or found
         self._hashes = verify == "hash"
         if isinstance(self._storage, LocalStorage):
+            # An interrupted save may have moved the only complete checkpoint aside.
             self.directory = replaced_beside(self.directory) or self.directory
         self.manifest: Manifest = read_manifest(self._storage, self.directory)
         self.tensors = SafetensorsReader(self._storage, self.directory, self.manifest, self._hashes)
 
     @property
     def storage(self) -> Storage:
-        """Storage on which the checkpoint is, such as a local file system."""
+        """Storage that contains the checkpoint, such as a local file system."""
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
@@ -142,6 +143,7 @@ class Checkpoint:
             partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name])
             for name in (self.manifest.files if names is None else names)
         ]
+        # Hashing is limited by the processor, so all cores are used.
         run_parallel(jobs, workers=os.cpu_count() or 1)
         if names is None:
             self.tensors.check_headers()
@@ -167,7 +169,7 @@ class Checkpoint:
             target = targets.get(key)
             fits = target is not None and target.shape == one.size
             tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
-        # One on the meta device stands for what a peer holds, and reads.
+        # Tensors on the meta device are held and read by another process.
         self.read_tensors({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
         path = self.tensors.path_of(name)
         tree: dict[str, Any] = unpack(packed, tensors.__getitem__, path)
@@ -193,6 +195,7 @@ class Checkpoint:
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []
+        # Tensors that were tied when they were saved are stored once, but may be separate here, as shards are.
         for path, target in list(targets.items()):
             key = None if path in described else key_at(packed, path)
             if key in described and key in targets and described[key].size == target.shape:

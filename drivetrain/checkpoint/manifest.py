@@ -63,6 +63,7 @@ class Manifest:
                 raise DamagedCheckpointError(f"{where} is not the manifest of a drivetrain checkpoint.")
             version = content["version"]
             content.pop("checksum", None)
+            # The whole text is compared, so that only one spelling of the content is accepted.
             if raw != _spelled({**content, "checksum": hashlib.sha256(_spelled(content)).hexdigest()}):
                 raise DamagedCheckpointError(f"{where} is damaged: its content does not match its checksum.")
             if version not in _READERS:
@@ -99,6 +100,7 @@ _DATA = re.compile(rf"{DATA_FOLDER}[0-9a-zA-Z]+")
 
 
 def _is_count(value: Any) -> bool:
+    # Not isinstance, which would accept True and False.
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -107,7 +109,7 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
-# A reader for every version ever written.
+# One reader for each version of the format that has been released.
 _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
@@ -150,7 +152,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
         if name in listed or name == MANIFEST:
             continue
         if manifest.data and name.startswith(DATA_FOLDER) and not name.startswith(f"{manifest.data}/"):
-            continue  # a write that was broken off, or one under way
+            continue  # of a save that was interrupted or is still running
         raise DamagedCheckpointError(
             f"{storage.join(directory, name)} does not belong to the checkpoint: {MANIFEST} does not list it. "
             "Remove it if you put it there."
@@ -183,7 +185,7 @@ def check_replaceable(storage: Storage, directory: str) -> None:
     try:
         check_is_checkpoint(storage, directory, "is not replaced by a checkpoint")
     except CheckpointError:
-        # A remote write that was broken off leaves a folder of data.
+        # An interrupted save to a remote file system leaves data folders only, which may be replaced.
         is_free = all(name.startswith(DATA_FOLDER) for name in storage.sizes(directory))
         if not (is_free and storage.is_directory(directory)):
             raise
@@ -215,13 +217,13 @@ def _spelled(content: dict[str, Any]) -> bytes:
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True).encode() + b"\n"
 
 
-# How the state of a run is laid out in a checkpoint, and how earlier versions laid it out
+# Structure of a run's state in a checkpoint, in this and in earlier versions
 
 
 LOSS_IS_FINITE = "loss_is_finite"
-"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
+"""Entry of the shared state, or of its `driver`, that is False if a loss before the save was NaN or infinite."""
 
-# an earlier Trainer's name for a part of the engine -> its name now
+# entry written by an earlier Trainer -> current name of the entry in `engine`
 _OF_A_TRAINER = {
     "optimizer_states": "optimizers",
     "lr_schedulers": "schedulers",
@@ -265,7 +267,7 @@ def find_places(names: Collection[str]) -> Places:
 
 
 EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
-"""For a reading of the models alone, whatever version wrote them."""
+"""Paths at which any version of drivetrain stores models, for reading only the models."""
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:

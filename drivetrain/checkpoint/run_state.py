@@ -110,6 +110,7 @@ def load_run_state(
         shared, _ = checkpoint.shared(into, strict, only)
         same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
         own = checkpoint.own(peers.rank) if same_world else None
+        # Files from which tensors were read have been checked already.
         if verify == "hash" and only is None:
             checkpoint.verify(checkpoint.tensors.unread())
         return shared, own
@@ -119,6 +120,7 @@ def load_run_state(
     if failure is not None:
         advice = ""
         if failure.is_damage:
+            # Only rank 0 searches, so that all ranks raise an error with one text.
             found = whole_beside(directory, storage) if peers.is_main else ""
             advice = peers.scatter([found] * peers.size if peers.is_main else None)
         peers.fail(failure, f"The checkpoint {os.fspath(directory)} could not be loaded", advice)
@@ -126,7 +128,7 @@ def load_run_state(
     return result
 
 
-# What a checkpoint holds, without its tensors' values
+# State of a checkpoint without the values of its tensors
 
 
 def describe_run_state(directory: str | os.PathLike[str]) -> Any:
@@ -163,7 +165,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     return tree
 
 
-# Checkpoints of this package or of another tool, read alone
+# Reading on a single process, in drivetrain's or another tool's format
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from drivetrain.checkpoint.tree import Entry, Placed, header_length, read_header
 from drivetrain.runtime.errors import CheckpointError
 
-# Python 3.11 has no name for it. Without it, Linux refuses a mapping that is larger than memory and swap.
+# Python 3.11 has no MAP_NORESERVE. Without this flag, Linux refuses a mapping larger than memory and swap.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-# For one call Linux reads no more ahead than the device's read-ahead, and drops the rest of what was asked for.
+# Linux limits each request to the device's read-ahead and ignores the rest, so requests are split.
 _AHEAD = 128 << 10
 
 
@@ -118,11 +118,12 @@ class MappedFile:
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
         """Release the memory pages of a byte range. They are read from the file again when they are used."""
+        # Whole pages only, because the others also contain bytes outside of the range.
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE
         if end <= start:
             return
-        # Elsewhere this means something else, or nothing.
+        # On other systems MADV_DONTNEED has another effect, or none.
         if sys.platform == "linux":
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
         if cache and hasattr(os, "posix_fadvise"):
@@ -132,13 +133,14 @@ class MappedFile:
 
 def _mapping(file: int) -> mmap.mmap:
     """Map a file into memory. Changes stay in this process's memory and never reach the file."""
+    # An empty file cannot be mapped.
     if os.fstat(file).st_size == 0:
         return mmap.mmap(-1, 1)
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     try:
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError:  # a system that counts what could be changed as memory
+    except OSError:  # the system reserves memory for all pages that could be changed
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
 

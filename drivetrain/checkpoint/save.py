@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-    # What one process has written: its files, and where each part of a tensor lies.
+    # Files that one process has written, and the position of each part of a tensor.
     Written = tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]
 
 SHARED_FILE = "state.json"
 
 PROCESS_FILE = "process_{}.json"
-"""The file of what is one process's own, by its rank."""
+"""Name of the file with one process's own state, by rank."""
 
 LARGEST_FILE = 2 << 30
-"""Bytes that a file has about at most."""
+"""Approximate maximum size of a file, in bytes."""
 
 Result = TypeVar("Result")
 _GROUP = "checkpoint_group"
@@ -57,7 +57,7 @@ _QUEUE = "save_queue"
 
 logger = get_logger(__name__)
 
-# Several files on one process are hashed on several cores; small ones only cost.
+# Large tensors are split over files so that several cores hash them. Smaller files are not worth it.
 _SMALLEST_SPLIT = 64 << 20
 
 
@@ -113,6 +113,7 @@ class Save:
         self._finite_loss = not any(each.get(LOSS_IS_FINITE) is False for each in entries)
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
+        # Tensors on the meta device have no values here, so another process must write them.
         self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
         if lacking := [key for key, tensor in own_tensors.items() if tensor.is_meta]:
             raise _without_values(lacking)
@@ -141,19 +142,20 @@ class Save:
                 tensor = self._tensor_of(item)
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                 copies[item.index] = target.copy_(tensor, non_blocking=pinned)
+            # Copies to pinned memory are asynchronous: wait until all have arrived.
             if pinned:
                 kind.synchronize()
         except BaseException as error:
             self._copy_error = error
         self._tensor_of = lambda item: copies[item.index]
-        self._planner.state_dict = {}  # what was copied may go
+        self._planner.state_dict = {}  # drop the references to the original tensors
 
     def run(self) -> None:
         """Write this process's files. Once all processes have written theirs, publish the checkpoint."""
         place, self._data = self._storage.place_for(self.directory, self._token)
         failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
-            # Only now: as long as not all have ended, another process may be writing there.
+            # Not earlier: until all processes have ended, one of them may still be writing there.
             for left in filter(None, (place, self._extra)):
                 self._storage.discard(left)
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
@@ -179,7 +181,7 @@ class Save:
                 places[item.index] = Place(name, start, entry.nbytes)
 
         if peers.is_main:
-            # First: a place without it may be what a dead run left.
+            # Written first, because a directory without this file looks like the remains of an ended run.
             files[WRITER_FILE] = storage.write(f"{place}/{WRITER_FILE}", [encoded(writer_of(os.getpid()))])
             if self._extra is not None:
                 for name in os.listdir(self._extra):
@@ -235,6 +237,7 @@ def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]
         assert data is not None
         chunk = data.chunk
         entries.append(Entry.of_part(item.index.fqn, data.properties.dtype, data.size, chunk.offsets, chunk.sizes))
+    # -(-a // b) divides and rounds up.
     limit = min(LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(entry.nbytes for entry in entries) // WORKERS)))
     files: list[list[tuple[WriteItem, Entry]]] = []
     room = 0
@@ -374,6 +377,7 @@ class PendingSave:
         self._error = error
         while True:
             with self._lock:
+                # A callback may add another one, so repeat until none is left.
                 callbacks, self._callbacks = self._callbacks, []
                 if not callbacks:
                     self._finished.set()
@@ -439,7 +443,7 @@ class SaveQueue:
             self._state.before_leaving(self._wait_quietly)
             atexit.register(_report, weakref.ref(self))
         self._running = pending = PendingSave(save.directory)
-        # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
+        # Not a daemon thread: the interpreter must wait for it. A spawned process would import the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
         return pending
 
@@ -472,7 +476,7 @@ class SaveQueue:
         """Raise the error of a failed background save, if there is one, without waiting for a running save."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            if not failed._reported:  # by its own wait(), or by who claimed it
+            if not failed._reported:  # otherwise `wait` has raised the error, or will raise it
                 failed.raise_if_failed()
 
     def finish(self) -> None:
@@ -488,7 +492,7 @@ class SaveQueue:
         try:
             save.run()
         except BaseException as raised:
-            # Noted before it counts as done, so that none finds it done and nothing wrong.
+            # Set before the save counts as done, so that no thread sees it done without its error.
             pending._error = error = raised
             self.failed = pending
         del save
@@ -520,7 +524,7 @@ def save_queue(state: PartialState) -> SaveQueue:
     return queue
 
 
-# The processes that write or read one checkpoint together, and how they agree
+# Communication between the processes that write or read a checkpoint together
 
 
 @dataclass(frozen=True)
@@ -578,7 +582,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Exchange failures between all processes. Return that of the lowest rank, or None if none failed."""
+        """Exchange failures between all processes. Return the first one by rank, or None if no process failed."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -597,6 +601,7 @@ class Peers:
         decided: Any = None
         if results is not None:
             decided = next((one for one in results if isinstance(one, Failure)), None)
+            # Every rank must reach `scatter`, even if `decide` fails, or the other ranks would wait forever.
             decided = decided or self.attempt(lambda: decide(results))
             if isinstance(decided, Failure):
                 decided = [decided] * self.size
@@ -613,7 +618,7 @@ class Peers:
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
         """Raise the failure of a process as a `CheckpointError`. All processes must call the method."""
         if self._cause is not None and not isinstance(self._cause, Exception):
-            raise self._cause  # a Ctrl-C stays one
+            raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""
         kind = DamagedCheckpointError if failure.is_damage else CheckpointError
         raise kind(f"{what}: {where}{failure.reason}{advice}") from self._cause

@@ -30,9 +30,10 @@ from drivetrain.checkpoint.storage import BLOCK, WORKERS, FileDigest, Reader, St
 from drivetrain.checkpoint.tree import DTYPES, INDEX, Entry, Place, bytes_of, decoded, takes_bytes
 from drivetrain.runtime.errors import DamagedCheckpointError
 
-# The index of a checkpoint's tensors: where the parts of each lie, checked before anything is read by it
+# Index of a checkpoint's tensors, which is checked before any tensor is read
 
 
+# All dtypes except integers of less than one byte.
 _STORED = {name: dtype for name, dtype in DTYPES.items() if not re.fullmatch(r"u?int[1-7]", name)}
 _LONGEST = 2**63 - 1
 
@@ -85,6 +86,7 @@ class TensorIndex:
         if dtype is None:
             raise self._damaged(key, f"has the dtype {one.get('dtype')!r}, which no tensor of a checkpoint has")
         size = self._numbers(key, one.get("size"), "size")
+        # A damaged size must not overflow torch's 64-bit sizes.
         if math.prod(max(1, length) for length in size) * dtype.itemsize > _LONGEST:
             raise self._damaged(key, f"has the size {size}, which no tensor has")
         chunks = [self._chunk(key, dtype, size, chunk) for chunk in one["chunks"]]
@@ -114,7 +116,7 @@ class TensorIndex:
             raise self._damaged(key, f"cannot lie where it is said to, in {file}")
         part = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         index = MetadataIndex(key, part.offsets)
-        if nbytes or index not in self._parts:  # an empty part may begin where another one does
+        if nbytes or index not in self._parts:  # an empty part may have the offsets of another part
             self._parts[index] = Part(Entry.of_part(key, dtype, size, offsets, sizes), Place(str(file), start, nbytes))
         return part
 
@@ -163,11 +165,11 @@ def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMe
     """Return two parts of a tensor that overlap, or None if there are none. Empty parts never overlap."""
     if len(chunks) < 2:
         return None
-    # Along the dimension that they are spread over most, only few reach beyond the start of the next one.
+    # Sweep along the dimension with the most distinct offsets, where few parts reach beyond the next start.
     dims = range(len(chunks[0].sizes))
     along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
     if along is None:
-        return chunks[0], chunks[1]  # two parts of a number
+        return chunks[0], chunks[1]  # a scalar cannot have two parts
     reaching: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda one: one.offsets[along]):
         reaching = [one for one in reaching if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
@@ -207,6 +209,7 @@ class FileStream:
     def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
         try:
             if kind is None and self._digest is not None:
+                # The hash covers the whole file, so the rest is read too.
                 self._skip_to(self._listed.size)
                 check_digest(self._path, FileDigest(self._position, self._digest.hexdigest()), self._listed)
         finally:
@@ -222,6 +225,7 @@ class FileStream:
         if self._digest is None and position != self._position:
             self._file.seek(position)
             self._position = position
+        # With hashing, the bytes in between must be read as well.
         if self._position < position:
             buffer = memoryview(bytearray(min(BLOCK, position - self._position)))
             while self._position < position:
@@ -356,6 +360,7 @@ class SafetensorsReader(StorageReader):
     def _read_part(self, stream: FileStream, found: Part, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, dtype, sizes = found.place, found.entry.dtype, torch.Size(found.entry.shape)
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        # Read into the destination without a copy if it is exactly this part.
         direct = len(items) == 1 and targets[0].shape == sizes and takes_bytes(targets[0], dtype)
         if direct:
             stream.read(place.start, bytes_of(targets[0]))

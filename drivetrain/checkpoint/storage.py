@@ -25,17 +25,17 @@ BLOCK = 1 << 20
 """Bytes that are read, hashed and written at once: few enough to stay in the processor's cache in between."""
 
 WORKERS = min(4, os.cpu_count() or 1)
-"""Files that are written or read at once."""
+"""Number of files that are written or read in parallel."""
 
 MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
-"""What the folders begin with that a checkpoint's files lie in where nothing can be renamed."""
+"""Prefix of the folders that contain a checkpoint's files on file systems without atomic renames."""
 
 _AS_IT_IS: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-"""Opens a file for this process alone, and on Windows without changing its line ends."""
+"""Flags of `os.open`: child processes do not inherit the file, and Windows does not convert its line ends."""
 
 NO_FILE = -1
-"""Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
+"""Size that is reported for links and special files. A link could lead anywhere, so it is not followed."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
     def work() -> None:
         while not errors:
             try:
+                # list.pop is atomic, so the threads need no lock.
                 job = waiting.pop()
             except IndexError:
                 return
@@ -193,7 +194,7 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """Storage on a local or shared file system, which writes under a temporary name and then renames."""
 
-    _os: Any = os  # what makes, writes and renames files; a test puts one in its place that fails
+    _os: Any = os  # creates, writes and renames files; tests replace it by one that fails
 
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
@@ -221,7 +222,7 @@ class LocalStorage(Storage):
             return []
 
     def files(self, root: str) -> list[str]:
-        """Return the paths of the regular files in a directory without hidden ones. Empty if it does not exist."""
+        """Return the paths of the regular files in a directory, except hidden ones. Empty if it does not exist."""
         try:
             with os.scandir(root) as entries:
                 plain = (each for each in entries if each.is_file(follow_symlinks=False))
@@ -239,7 +240,7 @@ class LocalStorage(Storage):
         return os.path.islink(path)
 
     def resembles_checkpoint(self, directory: str) -> bool:
-        # Anything may be beside checkpoints, and much of it.
+        # The tree is not listed, because a directory next to checkpoints may contain very many files.
         return self.exists(self.join(directory, MANIFEST)) or self.is_directory(self.join(directory, "tensors"))
 
     def modified(self, path: str) -> float:
@@ -266,6 +267,7 @@ class LocalStorage(Storage):
                     block = memoryview(part)[start : start + BLOCK]
                     digest.update(block)
                     size += len(block)
+                    # os.write may write only a part of a block.
                     while len(block):
                         block = block[self._os.write(descriptor, block) :]
             self._os.fsync(descriptor)
@@ -281,9 +283,11 @@ class LocalStorage(Storage):
 
     def replace(self, place: str, path: str, token: str) -> None:
         """Rename a finished directory or file to its final path. If this fails, an older one there is restored."""
+        # Sync the directories before the rename, so that a crash cannot leave an incomplete checkpoint.
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
         parent, name = os.path.split(path)
+        # A rename cannot replace a directory that is not empty, so the old one is moved aside first.
         replaced = os.path.join(parent, f".{name}.{token}.replaced") if os.path.lexists(path) else None
         if replaced is not None:
             self._os.rename(path, replaced)
@@ -300,7 +304,7 @@ class LocalStorage(Storage):
             raise
         if replaced is not None:
             self.discard(replaced)
-            # And what earlier writes left that failed on their way back as well.
+            # Also remove what earlier, interrupted writes have left.
             for left in self.children(parent or "."):
                 if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]+\.replaced", left):
                     self.discard(os.path.join(parent, left))
@@ -312,7 +316,7 @@ class LocalStorage(Storage):
             os.unlink(place)
 
     def remove(self, directory: str) -> None:
-        # The name goes first: half a checkpoint must not be found under it.
+        # Rename first, so that an interrupted removal leaves no incomplete checkpoint under this name.
         parent, name = os.path.split(directory)
         gone = os.path.join(parent, f".{name}.{os.getpid()}.removed")
         try:
@@ -341,7 +345,7 @@ class LocalStorage(Storage):
             os.rename(replaced, directory)
 
     def _sync_directory(self, path: str) -> None:
-        if not hasattr(os, "O_DIRECTORY"):  # Windows opens none
+        if not hasattr(os, "O_DIRECTORY"):  # Windows cannot open directories
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -375,6 +379,7 @@ class FsspecStorage(Storage):
     def sizes(self, directory: str) -> dict[str, int]:
         self._system.invalidate_cache()
         base = self._system._strip_protocol(directory).rstrip("/")
+        # Without the invalidated cache, files that other processes have written could be missing.
         found = self._system.find(base, detail=True)
         return {path[len(base) :].lstrip("/"): int(info["size"]) for path, info in found.items() if path != base}
 
@@ -423,10 +428,11 @@ class FsspecStorage(Storage):
                 file.discard()
             file.close()
             raise
-        file.close()  # only now it is there
+        file.close()  # many storages make a file visible only when it is closed
         return FileDigest(size, digest.hexdigest())
 
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
+        # This upload replaces an older checkpoint, whose data folder is removed afterwards.
         self._system.pipe_file(self.join(directory, MANIFEST), manifest)
         for name in self.children(directory):
             if name.startswith(DATA_FOLDER) and name != self.name(place):
@@ -435,13 +441,15 @@ class FsspecStorage(Storage):
     def discard(self, place: str) -> None:
         try:
             self._system.rm(place, recursive=True)
+            # Some file systems keep the empty directory of a checkpoint.
             if not self.sizes(self.parent(place)):
                 self._system.rm(self.parent(place), recursive=True)
         except (OSError, KeyError):
-            pass  # not there, or the storage is gone: then nothing can be removed
+            pass  # it does not exist, or the storage is not available
 
     def remove(self, directory: str) -> None:
         try:
+            # Without its manifest, the rest is not recognized as a checkpoint.
             self._system.rm(self.join(directory, MANIFEST))
             self._system.rm(directory, recursive=True)
         except FileNotFoundError:
@@ -451,7 +459,7 @@ class FsspecStorage(Storage):
 # Which storage a path or URL is on
 
 
-# pathlib makes one slash of two, so a URL that went through a Path is known by one as well.
+# pathlib turns `s3://` into `s3:/`, so a single slash is accepted too.
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
@@ -469,7 +477,7 @@ def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     return FsspecStorage(url), url
 
 
-# Who writes, so that what dead runs left behind is distinguished from what a live one is writing
+# Identity of writing processes, which tells files of ended runs from those of running ones
 
 
 logger = get_logger(__name__)
@@ -477,13 +485,13 @@ logger = get_logger(__name__)
 WRITER_FILE = "WRITER.json"
 
 OTHER_HOST_PATIENCE = 24 * 3600.0
-"""Seconds after which a write on another machine, whose processes cannot be seen from here, counts as dead."""
+"""Seconds after which a write counts as abandoned if it is from another machine, whose processes are not visible."""
 
 UNRECORDED_PATIENCE = 600.0
-"""Seconds after which a write that does not say whose it is counts as dead: saying so is the first thing it does."""
+"""Seconds after which a write without a `WRITER.json` counts as abandoned. A save writes this file first."""
 
 FILE_PATIENCE = 3600.0
-"""Seconds after which a file whose name does not show a process of this machine counts as left by a dead one."""
+"""Seconds after which a temporary file counts as abandoned if its name shows no process of this machine."""
 
 _TOKEN_LENGTH = 36
 
@@ -563,8 +571,8 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
         lives = _is_token_alive(match["token"])
         return _is_recent(path, FILE_PATIENCE) if lives is None else lives
     if what == "replaced":
-        # A live run is in the middle of replacing only while the new one is there, under one name or the other.
-        # The order matters: a rename makes it leave the first and appear under the second at once.
+        # A save that is still replacing has the new checkpoint under its temporary or its final name.
+        # The temporary name is checked first: a rename in between then makes the final name exist.
         places = os.path.join(root, f".{match['name']}.{match['token']}.writing"), os.path.join(root, match["name"])
         new = next((one for one in places if os.path.isdir(one)), None)
         return new is not None and _is_alive(new)
@@ -603,7 +611,7 @@ def _is_recent(path: str, patience: float) -> bool:
 def _host() -> str:
     """Return text that identifies the machine, its current boot and the container.
 
-    Process ids can only be compared within one of them.
+    A process id is unique only within a container on one boot of a machine.
     """
     parts = [socket.gethostname(), boot_id()]
     try:
@@ -629,7 +637,7 @@ def started_since_boot(pid: int | str = "self") -> float | None:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            _, _, after_name = file.read().rpartition(b")")  # names hold any character
+            _, _, after_name = file.read().rpartition(b")")  # the program's name may contain spaces and parentheses
     except OSError:
         return None
     return int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -660,10 +668,10 @@ def is_alive(pid: int, started: float) -> bool:
             same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.AccessDenied:
-        return True  # somebody else's, which is there
+        return True  # a process of another user, which is running
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return False
 
 
 _TIMES_OF_DAY = 1e9
-"""Seconds since 1970 are more than this, and no machine has run for 30 years."""
+"""Larger values are seconds since 1970, because no machine has run for 30 years."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
-# Pickles that other tools wrote, read without executing anything in them
+# Reading pickles of other tools without executing code from them
 
 
 def read_pickled(
@@ -32,6 +32,7 @@ def read_pickled(
     mapped: bool = False,
 ) -> Any:
     """Read tensors and plain values from a file of `torch.save`, without executing code from the file."""
+    # torch can map only files in its zip format into memory.
     mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(allowed or []):
@@ -49,7 +50,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
     """Read arbitrary objects from a trusted file of `torch.save`. This can execute code from the file."""
     try:
         return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever a class raises as it is made
+    except Exception as error:  # constructors of unpickled objects can raise anything
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -70,6 +71,7 @@ def check_parts(path: str | os.PathLike[str]) -> None:
 
 def plain_classes() -> list[Any]:
     """Return the classes and functions of NumPy and the standard library that are safe to unpickle."""
+    # NumPy 2 has moved these functions, and files may use either name.
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
     return [
@@ -95,6 +97,7 @@ def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
             found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except (ValueError, RuntimeError, OSError, EOFError, pickle.UnpicklingError):
         found = []
+    # The caller reads the opened file again from its start.
     if not isinstance(source, str | os.PathLike):
         source.seek(0)
     return sorted(found)
@@ -151,7 +154,7 @@ class TorchShards:
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """Return the tensors under a top-level key such as `"model"`: names below it, by full names."""
+        """Return the tensors under a top-level key such as `"model"`, from full name to the name below the key."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
@@ -189,6 +192,7 @@ class TorchShards:
         if place is None:
             raise CheckpointError(f"{self.directory} does not say where {name} is.")
         path = self.directory / str(place.relative_path)
+        # A path in the metadata must not lead out of the folder.
         if path.parent != self.directory or getattr(place, "transform_descriptors", None):
             raise CheckpointError(f"{self.directory} keeps {name} in a form that is not read here.")
         try:
@@ -246,11 +250,11 @@ def _with_lists(nested: Any) -> Any:
     return {key: _with_lists(value) for key, value in nested.items()}
 
 
-# The states of optimizers in other tools' files, which name parameters by their position
+# States of optimizers in other tools' files, which identify parameters by position
 
 
 BY_POSITION = "#"
-"""What a parameter's name begins with in an optimizer's state that knows its position only."""
+"""Prefix of a parameter's key in an optimizer's state that identifies parameters by position."""
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:

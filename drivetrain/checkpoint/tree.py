@@ -124,6 +124,7 @@ def key_at(packed: Any, path: str) -> str | None:
         path: The key that the tensor would have if no tensors were tied.
     """
     for part in path.split("/"):
+        # Undo the escaping of `_join`, in reverse order.
         name = part.replace("%2F", "/").replace("%25", "%")
         packed = subtree(packed, int(name) if isinstance(packed, list) and name.isdecimal() else name)
     key = packed.get("__tensor__") if isinstance(packed, dict) else None
@@ -153,7 +154,7 @@ def subtree(packed: Any, *path: str | int) -> Any:
 _NO_TENSOR = torch.empty(0)
 
 
-# Every dtype that a dense tensor may have, and nothing else that torch has a name for.
+# All dtypes of dense tensors, without quantized types and types of bits.
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -240,7 +241,7 @@ _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 @dataclass(eq=False)
 class _Packer:
-    """State while a nested structure is packed: the tensors found so far, to detect tied ones."""
+    """Record of the tensors that are found while a structure is packed, by which tied ones are detected."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -255,6 +256,7 @@ class _Packer:
             return {"__tensor__": self._keep(value, path)}
         if isinstance(value, _MAPPINGS) and kind in _MAPPINGS:
             plain = all(type(key) is str for key in value)
+            # A dict whose only key is a tag would be read as another type, so it is stored as pairs.
             if plain and not (len(value) == 1 and next(iter(value)) in _WORDS):
                 return {key: self.pack(item, _join(path, key)) for key, item in value.items()}
             return {"__dict__": self._pack_pairs(value, path)}
@@ -298,10 +300,10 @@ class _Packer:
                 f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts."
             )
         identity: tuple[Any, ...] | None = None
-        if tensor.is_meta:  # a peer holds it; it has no address, but tied weights are one object here too
+        if tensor.is_meta:  # held by another process; without an address, tied weights are recognized as one object
             identity = ("meta", id(tensor))
         tensor = tensor.detach()
-        # Shards never count as the same: a process whose shard is empty could not see it, and all must agree.
+        # Shards are never treated as tied: a process with an empty shard could not tell, and all must agree.
         if identity is None and type(tensor) is Tensor and tensor.numel():
             place = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
             identity = (*place, tensor.is_conj(), tensor.is_neg())
@@ -331,12 +333,13 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
         ) from None
 
 
-# What a JSON file of a checkpoint holds
+# Content of a checkpoint's JSON files
 
 
 def decoded(raw: bytes, path: str) -> Any:
     """Return the content of a checkpoint's JSON file. `path` is used in error messages only."""
     try:
+        # json.loads accepts NaN and Infinity by default, which are not valid JSON.
         return json.loads(raw, parse_constant=_refused_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not JSON: {error}.") from error
@@ -355,7 +358,7 @@ def encoded(content: Any) -> bytes:
 
 
 CACHE_LINE = 64
-"""Bytes. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
+"""Bytes of a cache line, to which torch aligns its memory. At other addresses, kernels may round differently."""
 
 _NAMES = {
     "float64": "F64",
@@ -381,7 +384,7 @@ _LENGTH = 8  # bytes that hold the length of the header
 _LONGEST_HEADER = 100 << 20
 
 FOLDER = "tensors"
-"""The folder of a checkpoint that its tensors and their index are in."""
+"""Folder of a checkpoint that contains the tensors and their index."""
 
 INDEX = f"{FOLDER}/index.json"
 
@@ -398,7 +401,7 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Return the entry of a part of a tensor. The name of a real part includes its offsets."""
+        """Return the entry of a part of a tensor. If it is not the whole tensor, its name ends with its offsets."""
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
@@ -455,6 +458,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
         starts.append(position)
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Pad with spaces, which JSON allows, so that the tensors begin at a cache line.
     text += b" " * (-(8 + len(text)) % CACHE_LINE)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
@@ -472,6 +476,7 @@ def aligned(entries: Iterable[Entry]) -> list[int]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor as a memoryview. A contiguous CPU tensor is not copied."""
+    # Conjugation and negation may be pending flags of a tensor, which its bytes do not show.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if plain.numel() == 0:
         return memoryview(b"")
@@ -512,6 +517,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
         placed = sorted((_placed(name, one, begin) for name, one in header.items()), key=lambda one: one.start)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} cannot be read: its header is damaged ({error}).") from error
+    # The tensors must fill the file without gaps and overlaps.
     reached = begin
     for one in placed:
         if one.start != reached:

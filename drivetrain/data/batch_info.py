@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the factor for this batch with which a mean over processes is the mean over all real rows.
+        """Return the weight of this batch with which a mean over processes becomes a mean over all real rows.
 
         Args:
             processes: Number of processes over which the step's batches are spread.
@@ -67,6 +67,7 @@ class BatchInfo:
         """Position of the first row of the batch among the samples of the epoch, or None if unknown."""
         if self.consumed is None or self.global_rows is None:
             return None
+        # `consumed` counts the samples of all processes up to the end of this step.
         alone = self.real_rows == self.global_rows
         if self.offset is None and not alone:
             return None
@@ -142,6 +143,7 @@ class ActiveLoaders:
             outer: Loader that has not advanced since the iteration over `inner` began, if the result is True.
             inner: Loader that is iterated.
         """
+        # The outer loader has not advanced since the loop over the inner one began.
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:

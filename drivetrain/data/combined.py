@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a CombinedLoader that combines batches alike for any number of processes.
+        """Return a CombinedLoader that combines batches as in one process, for any number of processes.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -103,8 +103,6 @@ class CombinedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Start a new epoch in all combined loaders, unless a position within this epoch was loaded.
-
-        A loaded position is kept if it is in this epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -202,7 +200,7 @@ class CombinedLoader:
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Return a context manager that restores the positions and generators of all loaders at its end.
+        """Return a context manager that finally restores the positions and generators of all loaders.
 
         See `PreparedLoader.preserve_state`.
         """
@@ -334,6 +332,7 @@ class CombinedLoader:
             return None, True
         if self.mode == "max_size" or all(ended):
             return None, all(ended)
+        # In the mode max_size_cycle, an exhausted loader starts again.
         iterators[position] = self.begin(loader)
         try:
             return next(iterators[position]), False
@@ -350,6 +349,7 @@ class CombinedLoader:
             return iter(loader)
         limit = self._limit
         if limit is not None:
+            # Convert the limit of combined batches to this loader's own count.
             limit += (loader.consumed_batches if loader.resumes else 0) - self._index
         return (loader.iterate_pending if self._pends else loader.iterate)(limit, self._together)
 
@@ -423,6 +423,7 @@ def is_structure(value: Any, outermost: bool = True) -> bool:
     if not isinstance(value, Mapping | list | tuple):
         return False
     held = list(value.values()) if isinstance(value, Mapping) else list(value)
+    # A list of numbers or strings is data of a single loader.
     if held and all(isinstance(each, int | float | str) for each in held):
         return False
     return outermost or (bool(held) and all(_is_loader(each) or is_structure(each, outermost=False) for each in held))
@@ -431,6 +432,7 @@ def is_structure(value: Any, outermost: bool = True) -> bool:
 def _is_loader(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(isinstance(each, int | float | str) for each in value)
+    # Dicts, strings and arrays can be iterated too, but they are batches.
     is_batch = isinstance(value, Mapping | str) or hasattr(value, "__array__")
     return hasattr(value, "__iter__") and not is_batch
 

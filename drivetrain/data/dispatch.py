@@ -169,6 +169,7 @@ class _Exchange:
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
     def _send_header(self, common: list[int], each: list[int] | None = None) -> None:
+        # All headers have one length, so that the other ranks can allocate the tensor before receiving it.
         numbers = common + (each or [0] * (_EACH * self._layout.shard.count))
         broadcast(torch.tensor(numbers, dtype=torch.int64, device=self._device))
 
@@ -182,6 +183,7 @@ class _Exchange:
         skeletons = [
             None if pair is None else recursively_apply(take_out, pair[0], test_type=_is_plain_tensor) for pair in step
         ]
+        # The structure of the batches is sent only when it changes.
         form = pickle.dumps(skeletons)
         common, each = _header_of(step, _SAME_FORM if form == self._form else _NEW_FORM, more)
         self._send_header(common, each)

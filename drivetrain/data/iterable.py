@@ -97,6 +97,7 @@ class BatchedStream(IterableDataset[Record]):
         worker = get_worker_info()
         if self.seed is None:
             return self._records(iter(self.dataset), None)
+        # The main process counts as 0, and workers count from 1.
         seed = sample_seed(self.seed, int(self.epoch), 0 if worker is None else worker.id + 1)
         if worker is not None:
             seed_all_generators(seed)
@@ -115,6 +116,7 @@ class BatchedStream(IterableDataset[Record]):
         dropped = int(self.dropped[0 if worker is None else worker.id])
         chunks: Iterator[Sequence[Any]] = islice(_chunks(samples, size, self.drop_last), dropped, None)
         digest = ""
+        # Processes compare hashes of the first batch, to detect streams that differ.
         if self.compared:
             first = list(islice(chunks, 1))
             digest, chunks = digest_of(first), chain(first, chunks)
@@ -159,6 +161,7 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
         del chunk
         if is_full or not drop_last:
             yield held.pop()
+        # The stream has ended and must not be read again.
         if not is_full:
             return
 
@@ -555,6 +558,7 @@ def share_pairs(
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
         return
+    # A process without a batch in the next step has its last batch in this one.
     for step, following in _with_following(steps):
         for own, next_own in zip(step, following or [None] * len(step), strict=True):
             if own is not None:
@@ -599,6 +603,7 @@ def _steps(
                 f"{type(batches[0]).__name__!r} has no rows that can be counted. Use batches that hold tensors, or "
                 "leave split_batches out."
             )
+        # If rows cannot be counted, batches stay as they are, and only whole batches are padding.
         plan = (
             layout
             if known

@@ -205,6 +205,7 @@ class PreparedLoader(DataLoader[Any]):
                 batches = one_ahead(batches)
         else:
             pairs = opened.pairs
+        # Empty while this generator is suspended, so that a batch is freed with its step.
         held: list[Any] = []
         self.active.enter(self)
         try:
@@ -232,7 +233,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int | None:
-        """Number of batches that this process still gets in the epoch, with the current one. None if unknown."""
+        """Number of batches left for this process in the epoch, including the current one. None if unknown."""
         info = self.current
         if info is not None and info.last:
             return 1
@@ -240,6 +241,7 @@ class PreparedLoader(DataLoader[Any]):
             batches = len(self._reader)
         except (TypeError, NotImplementedError):
             return None
+        # At least 2, because the current batch is not the last one.
         return batches if info is None else max(2, batches - info.index)
 
     @property
@@ -467,6 +469,7 @@ class PreparedLoader(DataLoader[Any]):
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
             return batches
+        # Rounded up, so that a batch that was consumed in part counts too.
         return -(-samples // size)
 
     @property
@@ -516,6 +519,7 @@ class PreparedLoader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        # `loader` is not set while a copy is being made, and looking it up here would recurse forever.
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)

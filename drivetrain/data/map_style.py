@@ -115,6 +115,7 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
     if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
         return None
     numbers = np.array(indices)  # seven times faster than torch.tensor for a list
+    # Indices other than integers are left to the dataset.
     if numbers.dtype.kind != "i":
         return None
     index = torch.from_numpy(numbers.astype(np.int64, copy=False))
@@ -127,6 +128,7 @@ def _is_as_in_torch(dataset: Any, kind: type) -> bool:
 
 
 def _collates_as_in_torch() -> bool:
+    # Users can register their own functions for collating in this map.
     plain = default_collate_fn_map.get(Tensor) is collate_tensor_fn
     return plain and not any(isinstance((), kind) for kind in default_collate_fn_map)
 

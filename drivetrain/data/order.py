@@ -80,6 +80,7 @@ class KeyedPermutation:
     def _encrypt(self, values: _Words) -> _Words:
         left = values >> self._half
         right = values & self._mask
+        # Each round replaces (left, right) by (right, left ^ mix(right + key)).
         for key in self._keys:
             mixed = right + key  # arrays of uint64 wrap around without a warning
             mixed ^= mixed >> np.uint64(33)
@@ -152,7 +153,7 @@ class PermutationSampler(Sampler[int]):
         yield from self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Begin an epoch at a position, without computing the indices before it.
+        """Yield an epoch's indices from a position on, without computing the earlier ones.
 
         Args:
             position: Number of samples to skip, from 0 to the length.
@@ -195,6 +196,7 @@ class PermutationSampler(Sampler[int]):
         return f"PermutationSampler({len(self)}, seed={self.seed}, epoch={self._epoch})"
 
     def __getstate__(self) -> dict[str, Any]:
+        # The permutation is cheap to rebuild, so it is not pickled.
         return {**self.__dict__, "_cached": None}
 
 
@@ -345,6 +347,7 @@ class IndexOrder:
         skipped = position.batches * size if position.samples is None else position.samples
         per_process = skipped
         if self.distributed_sampler is not None:
+            # A DistributedSampler iterates over the samples of one process only.
             per_process //= self.distributed_sampler.num_replicas
         indices, first = _skip_indices(self.sampler, iterator if not self.batched else None, per_process, keep * size)
         head = Head(first, [min(size, len(first) - start) for start in range(0, len(first), size)])
@@ -362,6 +365,7 @@ def _skip_indices(
         following = list(islice(rest, 1))  # reading the first index begins the epoch
         return chain(following, rest), sampler[:keep]
     if type(sampler) is SequentialSampler:
+        # Slicing a range skips indices without iterating over them.
         every = range(len(sampler.data_source))
         return iter(every[skipped:]), list(every[:keep])
     indices = iter(sampler) if iterator is None else iterator
@@ -373,7 +377,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip the batches before a position. A batch that contains the position is cut there."""
+    """Skip batches before a position. Return the other batches, the first samples and the number skipped."""
     head = Head([], [])
     skipped = count = 0
 

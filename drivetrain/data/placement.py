@@ -152,6 +152,7 @@ class PendingBatch:
     def release(self) -> None:
         """Free the batch after it has been processed. It cannot be used afterwards."""
         if self._batch is not None:
+            # Not None, which stands for a missing batch (see `is_missing`).
             self._batch = ...
         self._state = _RELEASED
 

@@ -179,6 +179,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
     streams = plain and isinstance(loader.dataset, IterableDataset)
     dispatch, compared = config.dispatch_batches, False
     if dispatch is None:
+        # By default, only rank 0 reads an iterable dataset.
         dispatch, compared = streams, streams and sharded
 
     def make(layout: Layout, keep: int = 0) -> Reader:
@@ -191,6 +192,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
     if not (dispatch and sharded):
         return make(layout)
     size = loader.batch_size if plain else None
+    # Rank 0 reads whole batches like a single process, and `DispatchReader` shards them.
     alone_layout = layout._replace(shard=DataShard(), split=False)
     layout = layout._replace(batch_size=size)
     return DispatchReader(lambda: make(alone_layout, keep=layout.group_size), layout, loader, compared)

@@ -140,6 +140,7 @@ def last_rows(loader: Any) -> int | None:
     try:
         # The sampler of an iterable dataset has no end.
         samples: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else batches.sampler
+        # A full batch if the number of samples is a multiple of the batch size.
         return (len(samples) - 1) % batches.batch_size + 1 if len(samples) else None
     except (TypeError, NotImplementedError):
         return None
@@ -162,6 +163,7 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
         "pin_memory_device": loader.pin_memory_device,
         "in_order": loader.in_order,
     }
+    # A DataLoader without workers refuses a prefetch_factor.
     if loader.num_workers > 0:
         options["prefetch_factor"] = loader.prefetch_factor
     return DataLoader(dataset, **{**options, **changes})

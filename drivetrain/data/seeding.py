@@ -38,6 +38,7 @@ def is_deterministic(dataset: Any) -> bool:
     """Return True if reading a sample never draws random numbers, as for tensors, lists and their subsets."""
     if "__getitems__" in getattr(dataset, "__dict__", ()):  # set on the instance; torch's DataLoader calls it
         return False
+    # A table of the package `datasets` that only converts its values to tensors.
     is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch"
     if type(dataset) in _FIXED or is_table:
         return True
@@ -60,6 +61,7 @@ def key_of(index: Any) -> int:
     try:
         return operator.index(index)
     except TypeError:
+        # Not hash(), which differs between processes for strings.
         return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
 
 

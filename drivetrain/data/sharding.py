@@ -128,6 +128,7 @@ def plan_share(
     elif not size:
         if layout.tail is TailPolicy.UNEVEN:
             return None
+        # TailPolicy.WHOLE: a copy of the epoch's first batch, all of it padding.
         padding = first_batch
     return Share(mine if size else None, 0, size, padding, offset)
 
@@ -141,6 +142,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
         start, stop = min(mine * width, size), min((mine + 1) * width, size)
         padding = width - (stop - start)
         return Share(0 if stop > start else None, start, stop, padding, max(0, mine * width - size))
+    # The first `extra` processes get one row more than the others.
     each, extra = divmod(size, count)
     start = mine * each + min(mine, extra)
     stop = start + each + (mine < extra)
@@ -155,6 +157,7 @@ def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tupl
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
     while ahead[0] is not _END:
+        # If the length is known, only the last item is checked by reading ahead.
         if length is not None and number < length:
             yield ahead.pop(), False
             ahead.append(next(iterator, _END))
@@ -386,6 +389,7 @@ _NONE_LEFT: Any = (None, None)
 
 
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
+    # On the CPU if the process group allows it, because reading the result would wait for a device.
     on_host = not dist.is_initialized() or "cpu" in str(dist.get_backend_config())
     device = torch.device("cpu") if on_host else PartialState().device
     total: list[int] = reduce(torch.tensor(numbers, dtype=torch.int64, device=device), "sum").tolist()
@@ -404,6 +408,7 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
         has_one = info is not None
         has_more = has_one and not info.last
         given += has_one
+        # All processes agree if each count is 0 or the number of processes.
         if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
             raise DataError(_different_ends_message(gather_object([(given, has_more)])))
         if has_one:
@@ -457,6 +462,7 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
     if not any(others):
         return
     is_other = others[PartialState().process_index]
+    # Samples that differ at each reading come from a random order, and not from a split dataset.
     again = gather_object([read_again() if is_other and read_again is not None else begins_with])
     if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
         raise DataError(_other_samples_message(name))
@@ -481,6 +487,7 @@ def check_same_dataset(dataset: Any) -> None:
     if all(each == everyone[0] for each in everyone):
         return
     whole = gather_object([indices])
+    # Subsets without a common index are parts of one dataset.
     if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
         raise DataError(_other_samples_message(type(dataset).__name__))
     logger.warning_once(
@@ -532,6 +539,7 @@ def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """
+    # Processes that work on one batch together all count its rows.
     copies = PartialState().num_processes // shards
 
     def exchange(pair: Pair) -> Pair:
