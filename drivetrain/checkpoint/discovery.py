@@ -65,6 +65,7 @@ def list_checkpoints(
     if isinstance(storage, LocalStorage):
         checkpoints = [one for one in map(_file_at, storage.files(base)) if one is not None]
     for name in storage.children(base):
+        # Hidden directories belong to saves that are running or were interrupted.
         if name.startswith("."):
             continue
         path = storage.join(base, name)

@@ -131,6 +131,7 @@ def consolidate(
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, key in names.items():
+        # A key that occurs again belongs to a tied weight, which is written once.
         if key in first:
             aliases[name] = first[key]
             continue
@@ -318,6 +319,7 @@ def write_safetensors(
         os.makedirs(directory, exist_ok=True)
         with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress) as bar:
             for name, shard in shards.items():
+                # Temporary names, so that an error leaves no incomplete export.
                 written[name] = os.path.join(directory, f".{name}.{token}")
                 storage.write(written[name], _content_of(shard, {**aliases, "format": "pt"}, bar))
         if len(shards) > 1:  # tied names are listed in the files' metadata only
@@ -537,6 +539,7 @@ class CheckpointWeights(Weights):
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
         key, tensors = self._keys[name], self._checked.tensors
         chunks = self._described[key].chunks
+        # A tensor in several parts is not contiguous in memory, and a remote file cannot be mapped.
         if len(chunks) != 1 or not isinstance(self._checked.storage, LocalStorage):
             return None
         path = tensors.path_of(tensors.place_of(key, chunks[0].offsets).file)
@@ -686,6 +689,7 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
     if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
         raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
     for file in parts.values():
+        # Plain names only, so that an index cannot make the reader open other files.
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
             raise CheckpointError(f"{path} lists {file!r}. It may list only files in its own directory.")
     return parts
@@ -699,6 +703,7 @@ def _choose(names: list[str], directory: str) -> str:
     for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
         if name in names:
             return name
+    # Under other names, there must be one file or one index only.
     alone = [name for name in names if name.endswith((".safetensors", _INDEX_NAME))]
     if len(alone) == 1:
         return alone[0]
@@ -746,6 +751,7 @@ def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str
         weights: Tensors by name.
     """
     names: dict[int, list[str]] = {}
+    # Without duplicates removed, a tied parameter is listed under each of its names.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     filled = dict(weights)

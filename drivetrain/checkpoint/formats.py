@@ -327,6 +327,7 @@ def key_here(key: str) -> str:
     """
     name, brace, rest = key.partition("{")
     try:
+        # literal_eval accepts literals only, so that a key cannot run code.
         found = ast.literal_eval(_TIME.sub(_seconds, brace + rest)) if brace else None
     except (ValueError, SyntaxError, TypeError):
         return key

@@ -167,6 +167,7 @@ class Checkpoint:
         for key in self._keys(packed, name):
             one = described[key]
             target = targets.get(key)
+            # A target of another shape is not filled; the state then contains a new tensor.
             fits = target is not None and target.shape == one.size
             tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
         # Tensors on the meta device are held and read by another process.
@@ -205,6 +206,7 @@ class Checkpoint:
     def _compare(self, packed: Any, targets: dict[str, Tensor], into: Mapping[str, Any]) -> LoadReport:
         described = self.tensors.tensors()
         heads = tuple(f"{key}/" for key in into)
+        # Only the entries that were requested can have tensors left over.
         saved = [key for key in self._keys(packed, SHARED_FILE) if key.startswith(heads)] if heads else []
         return LoadReport(
             [key for key in targets if key not in described],

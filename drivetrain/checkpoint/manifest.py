@@ -80,6 +80,7 @@ class Manifest:
 def _read_version_1(content: dict[str, Any]) -> Manifest:
     files = {name: FileDigest(one["size"], one["sha256"]) for name, one in content["files"].items()}
     for name, digest in files.items():
+        # A name must not lead to files outside of the checkpoint.
         if not _is_inside(name):
             raise ValueError(f"it lists {name!r}, which is no name of a file within the checkpoint")
         if not (_is_count(digest.size) and isinstance(digest.sha256, str) and _SHA256.fullmatch(digest.sha256)):
@@ -149,6 +150,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
         if found[name] != digest.size:
             raise DamagedCheckpointError(f"{path} has {found[name]} bytes, but {MANIFEST} says {digest.size}.")
     for name in sorted(found):
+        # Other files are an error, except those of other saves on a remote file system.
         if name in listed or name == MANIFEST:
             continue
         if manifest.data and name.startswith(DATA_FOLDER) and not name.startswith(f"{manifest.data}/"):
@@ -296,6 +298,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
                 engine[now] = driver.pop(before)
         if "loader" in driver:
             position = driver.pop("loader")
+            # The position of a CombinedLoader contains those of its loaders.
             combined = isinstance(position, Mapping) and "loaders" in position
             engine["loaders"] = position["loaders"] if combined else [] if position is None else [position]
             if combined:

@@ -99,6 +99,7 @@ class MappedFile:
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
+            # Ordinary reads do not add pages of the file to this process's memory.
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(position)
                 while len(target):
@@ -184,6 +185,7 @@ _changes = attrgetter("_version")  # torch counts the changes in place
 
 def times_changed(tensor: Tensor) -> int:
     """Return how many times a tensor has been changed in place. Always 0 for inference tensors."""
+    # Inference tensors have no version counter, and reading it would raise an error.
     return 0 if tensor.is_inference() else int(_changes(tensor))
 
 

@@ -146,6 +146,7 @@ class Save:
             if pinned:
                 kind.synchronize()
         except BaseException as error:
+            # Raised in `run`, where all processes learn of it.
             self._copy_error = error
         self._tensor_of = lambda item: copies[item.index]
         self._planner.state_dict = {}  # drop the references to the original tensors
@@ -184,6 +185,7 @@ class Save:
             # Written first, because a directory without this file looks like the remains of an ended run.
             files[WRITER_FILE] = storage.write(f"{place}/{WRITER_FILE}", [encoded(writer_of(os.getpid()))])
             if self._extra is not None:
+                # Both directories are next to the checkpoint, so the files can be renamed.
                 for name in os.listdir(self._extra):
                     if name != WRITER_FILE:
                         os.rename(os.path.join(self._extra, name), os.path.join(place, name))
@@ -205,6 +207,7 @@ class Save:
         found = storage.sizes(place)
         if self._extra is not None:
             assert isinstance(storage, LocalStorage)
+            # Files of hooks are not in `files` yet.
             for name in found.keys() - files:
                 if found[name] == NO_FILE:
                     raise CheckpointError(f"A hook wrote {name} as a link or a device; a checkpoint holds files only.")
@@ -386,6 +389,7 @@ class PendingSave:
                 self._call(callback)
 
     def _call(self, callback: Callable[[PendingSave], None]) -> None:
+        # An error in a callback must not count as an error of the save.
         try:
             callback(self)
         except Exception:
@@ -432,6 +436,7 @@ class SaveQueue:
         """
         if optimizers is not None:
             warn_ignored("save", "optimizers", optimizers, "Leave it out.", since="0.1.0", removed_in="0.3.0")
+        # One save at a time, because the collectives of two saves would mix.
         self.finish()
         save = Save(directory, shared, own, self._state, step, storage, extra)
         if block:
@@ -440,6 +445,7 @@ class SaveQueue:
         save.copy()
         if not self._waits_at_end:
             self._waits_at_end = True
+            # A running save uses a process group, which must not be destroyed before it has ended.
             self._state.before_leaving(self._wait_quietly)
             atexit.register(_report, weakref.ref(self))
         self._running = pending = PendingSave(save.directory)
@@ -638,6 +644,7 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
+        # torch has no exception of its own for a lost process.
         raise CheckpointError(f"Another process was lost while a checkpoint was written or read: {error}") from error
 
 

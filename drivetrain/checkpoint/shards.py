@@ -91,6 +91,7 @@ class TensorIndex:
             raise self._damaged(key, f"has the size {size}, which no tensor has")
         chunks = [self._chunk(key, dtype, size, chunk) for chunk in one["chunks"]]
         filled = [chunk for chunk in chunks if chunk.sizes.numel()]
+        # Parts that do not overlap and together have all values cover the tensor exactly.
         pair = _overlapping(filled)
         if pair is not None:
             raise self._damaged(key, f"has two parts for one place, at {_at(pair[0])} and {_at(pair[1])}")
@@ -322,6 +323,7 @@ class SafetensorsReader(StorageReader):
         self._read_files.update(wanted)
         jobs = [partial(self._read_file, name, parts, planner) for name, parts in sorted(wanted.items())]
         run_parallel(jobs, WORKERS)
+        # The interface requires a future, although everything has been read already.
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -351,6 +353,7 @@ class SafetensorsReader(StorageReader):
 
     def _read_file(self, name: str, wanted: dict[Part, list[ReadItem]], planner: LoadPlanner) -> None:
         path = self.path_of(name)
+        # In file order, because the stream reads forwards only.
         parts = sorted(wanted, key=lambda part: part.place.start)
         with FileStream(self._storage, path, self._manifest.files[name], self._hashes) as stream:
             self._check_header(stream, path, name, parts)
@@ -375,6 +378,7 @@ class SafetensorsReader(StorageReader):
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 
+    # The other methods of the interface have nothing to do.
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 

@@ -199,6 +199,7 @@ class LocalStorage(Storage):
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
         for folder, folders, names in os.walk(directory):
+            # os.walk lists links to directories as folders, and does not follow them.
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
             for name in (*names, *links):
                 path = os.path.join(folder, name)
@@ -208,6 +209,7 @@ class LocalStorage(Storage):
         return found
 
     def open(self, path: str) -> Reader:
+        # Unbuffered, because callers read large blocks.
         return cast(Reader, open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
@@ -260,6 +262,7 @@ class LocalStorage(Storage):
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
         digest, size = hashlib.sha256(), 0
+        # O_EXCL, so that two processes can never write one file.
         descriptor = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
         try:
             for part in parts:
@@ -272,6 +275,7 @@ class LocalStorage(Storage):
                         block = block[self._os.write(descriptor, block) :]
             self._os.fsync(descriptor)
         except OSError as error:
+            # Errors of os.write do not name the file, which the message needs.
             raise OSError(error.errno, error.strerror or str(error), path) from None
         finally:
             os.close(descriptor)
@@ -299,6 +303,7 @@ class LocalStorage(Storage):
         try:
             self._sync_directory(parent or ".")
         except OSError:
+            # A rename that was not synced could be lost in a crash, so it is undone.
             os.rename(path, place)
             self._put_back(replaced, path)
             raise
@@ -378,6 +383,7 @@ class FsspecStorage(Storage):
 
     def sizes(self, directory: str) -> dict[str, int]:
         self._system.invalidate_cache()
+        # fsspec lists paths without their protocol.
         base = self._system._strip_protocol(directory).rstrip("/")
         # Without the invalidated cache, files that other processes have written could be missing.
         found = self._system.find(base, detail=True)
@@ -424,6 +430,7 @@ class FsspecStorage(Storage):
                     digest.update(block)
                     size += file.write(block)
         except BaseException:
+            # Abort an upload, so that no part of the file becomes visible.
             if hasattr(file, "discard"):
                 file.discard()
             file.close()
@@ -510,6 +517,7 @@ def writer_of(pid: int) -> dict[str, Any]:
 def writer_token() -> str:
     """Return a unique part of a name for a temporary file, from which the writing process can be identified."""
     started = round((started_since_boot() or 0.0) * 100)
+    # 8 characters for the machine, 8 for the process id, 12 for the start time, and 8 random ones.
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
 
@@ -640,6 +648,7 @@ def started_since_boot(pid: int | str = "self") -> float | None:
             _, _, after_name = file.read().rpartition(b")")  # the program's name may contain spaces and parentheses
     except OSError:
         return None
+    # The start time in clock ticks is field 22 of the file, and the name is field 2.
     return int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -666,6 +675,7 @@ def is_alive(pid: int, started: float) -> bool:
             same = started_since_boot(pid) == started
         else:
             same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
+        # A zombie has ended, although its process id is still in use.
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.AccessDenied:
         return True  # a process of another user, which is running

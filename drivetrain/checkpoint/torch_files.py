@@ -170,6 +170,7 @@ class TorchShards:
             ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             whole[tuple(map(slice, chunk.offsets, ends))].copy_(part.detach())
             filled += part.numel()
+        # Otherwise missing parts would leave uninitialized memory in the tensor.
         if filled != whole.numel():
             raise CheckpointError(f"{self.directory} holds {filled} of the {whole.numel()} elements of {name}.")
         return whole
@@ -212,6 +213,7 @@ class _Records(pickle.Unpickler):
     """Unpickler that creates only the classes of torch's checkpoint metadata, which cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # dtypes are pickled by name, such as `torch.float32`.
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise _UnknownRecord(f"{module}.{name}")
@@ -245,6 +247,7 @@ def _with_lists(nested: Any) -> Any:
     """Convert nested dicts whose keys are the positions of a list back to lists."""
     if not isinstance(nested, dict):
         return nested
+    # Integers in a path are positions in a list.
     if nested and all(isinstance(key, int) for key in nested):
         return [_with_lists(nested[key]) for key in sorted(nested)]
     return {key: _with_lists(value) for key, value in nested.items()}
@@ -280,6 +283,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
     positions: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
+        # torch numbers parameters in the order of the groups.
         numbers = [positions.setdefault(name, len(positions)) for name in group["params"]]
         groups.append({**group, "params": numbers})
     return {

@@ -109,6 +109,7 @@ class _NotWritten(Exception):
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
     """Return the keys of all tensors in a packed tree, in order and without duplicates."""
+    # A dict, because it keeps the order of its keys, unlike a set.
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
     return list(found)
@@ -133,6 +134,7 @@ def key_at(packed: Any, path: str) -> str | None:
 
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return an array of a tensor's shape and dtype that occupies no memory. Its values are zeros."""
+    # A broadcast view has the full shape, but memory for one element only.
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
@@ -305,6 +307,7 @@ class _Packer:
         tensor = tensor.detach()
         # Shards are never treated as tied: a process with an empty shard could not tell, and all must agree.
         if identity is None and type(tensor) is Tensor and tensor.numel():
+            # Tensors are tied if they are equal views of one memory.
             place = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
             identity = (*place, tensor.is_conj(), tensor.is_neg())
         if identity is not None and identity in self._keys:
@@ -319,12 +322,14 @@ class _Packer:
 
 
 def _join(path: str, key: str) -> str:
+    # Slashes separate the parts of a path, so those in keys are escaped.
     escaped = key.replace("%", "%25").replace("/", "%2F")
     return f"{path}/{escaped}" if path else escaped
 
 
 def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
     try:
+        # ascontiguousarray gives a scalar one dimension, so the shape is restored.
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError:
         raise CheckpointError(
@@ -534,6 +539,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 def header_length(head: bytes, size: int, where: str) -> int:
     """Return the length of a safetensors header in bytes, from the first eight bytes of the file."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
+    # The limit keeps a damaged length from allocating a huge amount of memory.
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
         raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
     return length

@@ -129,6 +129,7 @@ class ActiveLoaders:
         Args:
             loader: The loader.
         """
+        # From the end, because a loader may be on the stack twice, and its latest loop ends first.
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][0] is loader:
                 del self._entries[position]

@@ -221,6 +221,7 @@ class CombinedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of all combined loaders for a checkpoint."""
         within = self._begun or self._resumes
+        # Between two epochs, the state is that of the start of the next one.
         next_one = int(not within and self._has_passed)
         return {
             "epoch": None if self._epoch is None else self._epoch + next_one,
@@ -261,6 +262,7 @@ class CombinedLoader:
         self._resumes = self._index > 0
         self._epoch, self._has_passed = state.get("epoch"), False
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
+            # A loader that cannot save its position has an empty state.
             if saved:
                 loader.load_state_dict(saved)
 
@@ -471,6 +473,7 @@ def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
     If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     """
     parts = [info for info in known if info is not None]
+    # Loaders that are not prepared record nothing about their batches.
     if len(parts) < len(known) or not parts:
         return BatchInfo(index, None, 0, None, last, None)
     first = parts[0]

@@ -24,7 +24,7 @@ from drivetrain.runtime.state import PartialState
 
 _END, _FAILED, _SAME_FORM, _NEW_FORM = range(4)
 _COMMON = 6  # numbers in a header that concern all processes
-_EACH = 4
+_EACH = 4  # numbers in a header for each process: present, rows, padding and last
 _UNKNOWN = -1
 
 _Step = list[Pair | None]
@@ -209,6 +209,7 @@ class _Exchange:
             tensors.append(torch.empty(slot.shape, dtype=slot.dtype, device=self._device))
             return tensors[-1]
 
+        # Tensors are allocated in the order in which rank 0 sends them.
         batches = [recursively_apply(allocate, each, test_type=_is_slot) for each in self._skeletons]
         broadcast(tensors)
         present, rows, padding, last = numbers[_COMMON + _EACH * index : _COMMON + _EACH * (index + 1)]

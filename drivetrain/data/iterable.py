@@ -262,6 +262,7 @@ class StreamReader:
             self.begins_with = first[0].begins_with if first else digest_of([])
         if together:
             check_same_stream(type(self._loader.dataset).__name__, self.begins_with)
+        # The limit is a number of the user's batches, and records are counted in steps.
         limit = None if limit is None else limit // self.layout.group_size
         head: list[tuple[Any, int | None]] = []
         pairs = self._pairs(records, position, skipped, limit, head)
@@ -420,6 +421,7 @@ class _LoaderStates:
         self._given += 1
         if self._ahead:
             self._kept[self._given] = self._state()
+            # Only as many states are needed as batches can be read ahead.
             self._kept.pop(self._given - self._ahead - 1, None)
         return batch
 
@@ -430,6 +432,7 @@ class _LoaderStates:
     def _state(self) -> dict[str, Any] | None:
         """Return the state of the user's loader, or None if it contains objects that a checkpoint cannot store."""
         assert self._loader is not None
+        # The loader may return objects that it goes on changing.
         state = copy.deepcopy(self._loader.state_dict())
         if not _is_plain(state):
             logger.warning_once(

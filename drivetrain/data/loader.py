@@ -431,6 +431,7 @@ class PreparedLoader(DataLoader[Any]):
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
             state.update(finished=self._after_last is not None, own=self._resume.own)
         elif self._begun and not self._exhausted and self._start is not None:
+            # Counted in the user's batches, so that the number of processes may change.
             batches = 0 if reached is None else (reached.index + 1) * self._group_size + self._offset
             consumed = 0 if reached is None else reached.consumed
             state.update(consumed=consumed, batches=batches, start=self._start.state_dict(), finished=finished)

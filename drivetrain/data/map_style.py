@@ -173,6 +173,7 @@ class MapReader:
         self._replicas = 1
         if distributed is not None:
             self._replicas = distributed.num_replicas
+            # The user's DistributedSampler shards by itself, so each process uses all of it.
             layout = layout._replace(shard=DataShard(), split=False)
             _warn_of(distributed)
         self.layout = layout._replace(batch_size=self.order.batch_size)
@@ -279,7 +280,9 @@ class MapReader:
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
+        # A few samples do not need worker processes.
         inner = self._make_inner(stream, **WITHOUT_WORKERS)
+        # A new generator, because a DataLoader draws a seed from it.
         inner.generator = torch.Generator()
         with isolated_random_state():
             found = list(inner)

@@ -55,6 +55,7 @@ class KeyedPermutation:
 
     def __init__(self, length: int, key: int) -> None:
         self.length = length
+        # Both halves have equally many bits, as a Feistel network requires.
         half_bits = _SMALL_HALF_BITS if length <= _SMALL else ((length - 1).bit_length() + 1) // 2
         self._half = np.uint64(half_bits)
         self._mask = np.uint64((1 << half_bits) - 1)
@@ -176,6 +177,7 @@ class PermutationSampler(Sampler[int]):
         """Return the index at a position of the epoch's order, or a list of indices for a slice."""
         permutation = self._permutation()
         if isinstance(position, slice):
+            # A range resolves negative positions and slices.
             places = range(permutation.length)[position]
             positions = np.arange(places.start, places.stop, places.step, dtype=np.int64).astype(np.uint64)
             indices: list[int] = permutation(positions).tolist()

@@ -163,6 +163,7 @@ class PendingParts(PendingBatch):
     __slots__ = ("_arranged", "_parts")
 
     def __init__(self, parts: Sequence[Any], info: BatchInfo, arranged: Callable[[list[Any]], Any]) -> None:
+        # A placeholder, because the data is put together on first use.
         super().__init__(..., info)
         self._state = _ON_HOST
         self._parts, self._arranged = parts, arranged

@@ -88,6 +88,7 @@ class Layout(NamedTuple):
         if self.drop_last:
             return batches // self.shard.count
         if self.tail is TailPolicy.UNEVEN:
+            # This process takes the batches index, index + count, and so on.
             return max(0, (batches - self.shard.index + self.shard.count - 1) // self.shard.count)
         return -(-batches // self.shard.count)
 
@@ -138,6 +139,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
     count = layout.shard.count
     if layout.tail is TailPolicy.COMPLETE:
         target = max(layout.batch_size or 0, size) if final else size
+        # Rows of each process, rounded up. Missing rows become padding.
         width = -(-target // count)
         start, stop = min(mine * width, size), min((mine + 1) * width, size)
         padding = width - (stop - start)
@@ -263,6 +265,7 @@ def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
     """Build the batch of one process from the collated batches of a step, with padding rows if planned."""
+    # A batch of padding only is the first batch of the epoch.
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
     own: list[Any] = [] if share.source is None else [group[share.source]]
@@ -445,6 +448,7 @@ def digest_of(samples: Any) -> str:
         elif callable(getattr(value, "tobytes", None)):
             digest.update(value.tobytes())
         elif hasattr(value, "__dict__") and id(value) not in seen:
+            # Objects can contain themselves.
             seen.add(id(value))
             add(vars(value))
 
