@@ -263,7 +263,7 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
 
 
 def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
-    """Return a checkpoint's tensor as a source for `write_safetensors`, which reads it when it is written."""
+    """Return a tensor's description, and a function that reads it from a checkpoint when it is written."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
@@ -440,7 +440,7 @@ class Weights(Mapping[str, Tensor]):
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the mapped file and the name under which a weight is used without a copy. None if impossible."""
+        """Return the memory-mapped file, and the name in it, for using a weight without a copy. None if impossible."""
         return None
 
     def tied(self) -> dict[str, str]:

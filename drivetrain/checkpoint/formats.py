@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Facts about a run that drivetrain recorded in a checkpoint file of another tool's format.
+    """Facts about a run, such as its step, that drivetrain recorded in a file of another tool's format.
 
     Attributes:
         world_size: The number of processes that wrote the file.
@@ -90,7 +90,7 @@ class CheckpointFormat:
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return what drivetrain recorded about a run in a file, or None if drivetrain did not write the file.
+        """Return the facts about a run in a file that drivetrain wrote, or None if another program wrote it.
 
         Args:
             path: The local file. Links are not allowed.
@@ -188,7 +188,7 @@ class CheckpointFormat:
 
 
 def find_format(name: str) -> CheckpointFormat:
-    """Return the checkpoint format that `Trainer.save_checkpoint(format=name)` uses.
+    """Return the checkpoint format with a given name, as in `Trainer.save_checkpoint(format=name)`.
 
     Raises:
         ConfigurationError: The name is unknown, or the format is not part of this installation.
@@ -263,7 +263,7 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return what drivetrain recorded in a checkpoint file of another tool's format, or None.
+    """Return the facts about a run that drivetrain recorded in a file of another tool's format, or None.
 
     Weights are not read.
     """

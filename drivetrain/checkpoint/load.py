@@ -151,7 +151,7 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """Return the keys of the tensors in a packed tree. Raise an error if the index lacks one of them."""
+        """Return the keys of the tensors in a JSON-encoded state. Raise an error if the index lacks one."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -161,7 +161,7 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild the state from a packed tree. Tensors are read into the given targets, or into new tensors."""
+        """Rebuild a JSON-encoded state. Tensors are read into the given targets, or into new tensors."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -192,7 +192,7 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors to fill, by key, and a list of tied ones that are stored under another key."""
+        """Return the tensors to fill, by key, and a list of tied tensors that are stored under another key."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []
@@ -248,7 +248,7 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Return selected entries of a packed state, given by keys or by paths such as `engine/models`."""
+    """Return selected entries of a JSON-encoded state, by key or by a path such as `engine/models`."""
     part: dict[str, Any] = {}
     for path in only:
         head, _, rest = path.partition("/")

@@ -43,13 +43,13 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Separate tensors from plain values in a nested structure. Return a JSON tree and the tensors by key."""
+    """Separate tensors from a nested structure. Return the rest in a form for JSON, and the tensors by key."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a dict with state as a JSON tree (`tree`) and its CPU tensors by key (`tensors`).
+    """Return a dict with JSON-encoded state (`tree`) and its CPU tensors by key (`tensors`).
 
     Args:
         state: Nested dicts and lists of plain values and tensors.
@@ -63,7 +63,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from a packed tree and its tensors. Other content is refused as damaged."""
+    """Rebuild a nested structure from its JSON form and its tensors. Other content is refused as damaged."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -108,7 +108,7 @@ class _NotWritten(Exception):
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """Return the keys of all tensors in a packed tree, in order and without duplicates."""
+    """Return the keys of all tensors in a JSON-encoded state, in order and without duplicates."""
     # A dict, because it keeps the order of its keys, unlike a set.
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
@@ -116,7 +116,7 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key under which the tensor at a path of a packed tree is stored, or None.
+    """Return the key under which the tensor at a path of a JSON-encoded state is stored, or None.
 
     Tied tensors have one key.
 
@@ -139,12 +139,12 @@ def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Return True if a dict in a packed tree stands for a value of another type, such as a tuple."""
+    """Return True if a dict in a JSON-encoded state stands for a value of another type, such as a tuple."""
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """Return the part of a packed tree at the given keys and indices, or None if there is none."""
+    """Return the part of a JSON-encoded state at the given keys and indices, or None if there is none."""
     for part in path:
         try:
             packed = packed[part]

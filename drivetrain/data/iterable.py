@@ -271,7 +271,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each worker skips. Return how many steps the caller still has to skip."""
+        """Set how many batches each worker skips on resumption. Return how many steps the caller must skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -582,7 +582,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Yield one list per step with a batch for each process, padded with the first batches of the epoch."""
+    """Yield, for each step, a list with one batch per process, padded with the epoch's first batches."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []

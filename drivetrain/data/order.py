@@ -286,7 +286,7 @@ class IndexOrder:
 
     @property
     def draws_at_once(self) -> bool:
-        """True if the sampler has drawn all its random numbers when it gives its first index."""
+        """True if the sampler draws all its random numbers before it gives its first index."""
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE

@@ -57,7 +57,7 @@ def is_deterministic_collate(collate_fn: Any) -> bool:
 
 
 def key_of(index: Any) -> int:
-    """Return an integer for a sampler's index of any type. The integer is equal in every process."""
+    """Return an integer for an index of any type, equal in every process, from which a sample is seeded."""
     try:
         return operator.index(index)
     except TypeError:

@@ -400,7 +400,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches, and check in each step that either all processes have a batch or none has.
+    """Yield batches, and raise an error in a step in which only some of the processes have a batch.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
