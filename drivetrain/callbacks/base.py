@@ -74,7 +74,7 @@ class Callback:
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print a message without breaking the callback's progress display.
+        """Print a message above the progress display that this callback draws, without disturbing it.
 
         `Trainer.print` calls this method on the callback that sets `is_progress_bar`.
 
@@ -95,7 +95,7 @@ class Callback:
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0", use="schedule")
     def rhythm(self) -> Duration | tuple[Duration, ...] | None:
-        """The old name of `schedule`."""
+        """The deprecated name of `schedule`, the interval at which the callback acts."""
         return self.schedule
 
     @rhythm.setter
@@ -107,7 +107,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The key of the callback's state in a checkpoint, unique among the callbacks of a Trainer.
+        """The key under which a checkpoint stores the callback's state. It must be unique within a Trainer.
 
         The default is the class name. If a Trainer may hold several callbacks of one class, override the property and
         return `build_state_key` with the arguments that distinguish them.
@@ -115,7 +115,7 @@ class Callback:
         return type(self).__qualname__
 
     def build_state_key(self, **distinguishing: Any) -> str:
-        """Return a state key made of the class name and the arguments that distinguish callbacks of one class.
+        """Return a state key that consists of the class name and the given arguments, such as `monitor="val_loss"`.
 
         Args:
             **distinguishing: Names and values of the arguments, such as `monitor="val_loss"`.
@@ -124,7 +124,7 @@ class Callback:
         return f"{name}{distinguishing!r}" if distinguishing else name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's state for a checkpoint: tensors, and values that JSON can represent."""
+        """Return the state that a checkpoint stores for this callback: tensors, and values that JSON can represent."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -135,13 +135,13 @@ class Callback:
         """
 
     def forget_run(self) -> None:
-        """Reset the results of earlier runs, such as a best score. Called when `fit` of another Trainer starts.
+        """Reset results of earlier runs, such as a best score. Called when another Trainer starts `fit`.
 
         If that `fit` resumes from a checkpoint, `load_state_dict` then restores the state of the resumed run.
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
-        """Return True if the current state of the run is worth saving. Called before `ModelCheckpoint` saves.
+        """Return True if the current weights may be saved. Called on every callback before a checkpoint is saved.
 
         Called on all processes, which must return the same value. If any callback returns False, no checkpoint is
         saved.
@@ -184,7 +184,7 @@ class Callback:
         """
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        """Run code before a checkpoint is written, for example to add entries to it or change them.
+        """Run code before a checkpoint is written, for example to add or change entries of the checkpoint dict.
 
         Args:
             trainer: The running Trainer.
@@ -207,7 +207,7 @@ class Callback:
         """Run code when `fit` begins, after the model and the optimizers have been prepared."""
 
     def on_fit_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when `fit` ends."""
+        """Run code when `fit` ends without an error or a preemption, after all checkpoints have been written."""
 
     def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
         """Run code before the sanity check, which runs a few validation batches before training."""
@@ -216,19 +216,19 @@ class Callback:
         """Run code after the sanity check, which runs a few validation batches before training."""
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when training begins, after the sanity check."""
+        """Run code before the first training epoch, after the sanity check."""
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when training ends."""
+        """Run code after the last training epoch. Not called if an error or a preemption ends the run."""
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a training epoch begins."""
+        """Run code at the start of each training epoch, before its first batch."""
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a training epoch ends, after any validation at its end. The epoch's metrics are available."""
+        """Run code when a training epoch ends, after any validation at its end. Metrics of the epoch are available."""
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-        """Run code before each training batch.
+        """Run code before each training batch, which is already on the device.
 
         Args:
             trainer: The running Trainer.
@@ -238,7 +238,7 @@ class Callback:
         """
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Run code after each training batch, including its optimizer step if it completes an accumulation window.
+        """Run code after each training batch, and after the optimizer step if the batch triggered one.
 
         Args:
             trainer: The running Trainer.
@@ -249,7 +249,7 @@ class Callback:
         """
 
     def on_before_zero_grad(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
-        """Run code before the gradients are set to zero.
+        """Run code before an optimizer's gradients are cleared.
 
         Args:
             trainer: The running Trainer.
@@ -258,7 +258,7 @@ class Callback:
         """
 
     def on_before_backward(self, trainer: Trainer, task: Task, loss: Tensor) -> None:
-        """Run code before the backward pass.
+        """Run code after the loss of a training batch has been computed, before its backward pass.
 
         Args:
             trainer: The running Trainer.
@@ -267,7 +267,7 @@ class Callback:
         """
 
     def on_after_backward(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the backward pass, before the optimizer step.
+        """Run code after each backward pass, before the optimizer step.
 
         Gradients may still be scaled for mixed precision.
         """
@@ -299,13 +299,13 @@ class Callback:
     # validation
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a validation begins."""
+        """Run code at the start of each validation, also of a validation during `fit`."""
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a validation ends. Its metrics are in `trainer.callback_metrics`."""
+        """Run code at the end of each validation, when its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code before the first validation batch."""
+        """Run code before the first validation batch, directly after `on_validation_start`."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Run code after the last validation batch. Values logged with `task.log` still count for this validation."""
@@ -313,7 +313,7 @@ class Callback:
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code before each validation batch.
+        """Run code before each validation batch, which is already on the device.
 
         Args:
             trainer: The running Trainer.
@@ -326,7 +326,7 @@ class Callback:
     def on_validation_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code after each validation batch.
+        """Run code after each validation batch, for example to collect the outputs of `validation_step`.
 
         Args:
             trainer: The running Trainer.
@@ -340,13 +340,13 @@ class Callback:
     # test
 
     def on_test_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a test begins."""
+        """Run code when `test` begins, before the first test batch."""
 
     def on_test_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a test ends. Its metrics are in `trainer.callback_metrics`."""
+        """Run code when `test` ends, when the test metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code before the first test batch."""
+        """Run code before the first test batch, directly after `on_test_start`."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Run code after the last test batch. Values logged with `task.log` still count for this test."""
@@ -354,43 +354,55 @@ class Callback:
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code before each test batch. The arguments are those of `on_validation_batch_start`."""
+        """Run code before each test batch, which is already on the device.
+
+        The arguments are the same as for `on_validation_batch_start`.
+        """
 
     def on_test_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code after each test batch. The arguments are those of `on_validation_batch_end`."""
+        """Run code after each test batch, for example to collect the outputs of `test_step`.
+
+        The arguments are the same as for `on_validation_batch_end`.
+        """
 
     # predict
 
     def on_predict_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code when `predict` begins."""
+        """Run code when `predict` begins, before the first prediction batch."""
 
     def on_predict_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when `predict` ends."""
+        """Run code when `predict` ends, after the last prediction batch."""
 
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code before the first prediction batch."""
+        """Run code before the first prediction batch, directly after `on_predict_start`."""
 
     def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last prediction batch."""
+        """Run code after the last prediction batch, directly before `on_predict_end`."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code before each prediction batch. The arguments are those of `on_validation_batch_start`."""
+        """Run code before each prediction batch, which is already on the device.
+
+        The arguments are the same as for `on_validation_batch_start`.
+        """
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run code after each prediction batch. The arguments are those of `on_validation_batch_end`."""
+        """Run code after each prediction batch, for example to store the outputs of `predict_step`.
+
+        The arguments are the same as for `on_validation_batch_end`.
+        """
 
 
 # Stages
 
 
 class Verb(str, Enum):
-    """Trainer methods that run a task. Each member equals its name as a string, so `setup` may test `stage == "fit"`.
+    """Names of the Trainer methods that run a task. Members are strings, so `stage == "fit"` works in `setup`.
 
     Attributes:
         FIT: Training, with validation during it.
@@ -409,7 +421,7 @@ class Verb(str, Enum):
 
 
 class Stage(str, Enum):
-    """Stages of a run. Each member equals its name as a string: `trainer.stage == "validate"`.
+    """Names of the stages of a run. Members are strings, so `trainer.stage == "validate"` works.
 
     Attributes:
         TRAIN: Training, in `fit`.
@@ -428,27 +440,27 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> Verb:
-        """The Trainer method that starts this stage: `"fit"`, `"validate"`, `"test"` or `"predict"`."""
+        """The Trainer method that runs this stage. Training belongs to `fit`, every other stage to its own method."""
         return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
     def hook(self) -> str:
-        """The word for this stage in names of hooks and steps, such as `"validation"` in `on_validation_start`."""
+        """The stage's name as spelled in hook names, such as `"validation"` in `on_validation_start`."""
         return "validation" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def loader(self) -> str:
-        """The word for this stage in names of loaders and limits, such as `"val"` in `val_dataloader`."""
+        """The stage's name as spelled in dataloader methods, such as `"val"` in `val_dataloader`."""
         return "val" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def step_name(self) -> str:
-        """The name of the task method that processes one batch, such as `"validation_step"`."""
+        """The name of the task method that processes one batch of this stage, such as `"validation_step"`."""
         return "training_step" if self is Stage.TRAIN else f"{self.hook}_step"
 
     @property
     def loader_name(self) -> str:
-        """The name of the method that creates the loaders of this stage, such as `"val_dataloader"`."""
+        """The name of the method that returns this stage's dataloaders, such as `"val_dataloader"`."""
         return f"{self.loader}_dataloader"
 
     @property
@@ -457,5 +469,5 @@ class Stage(str, Enum):
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
-        """Return the name of a hook of this stage, such as `"on_test_start"` for `"start"`."""
+        """Return the name of the stage's hook for a moment: `"start"` becomes `"on_test_start"` in the test stage."""
         return f"on_{self.hook}_{moment}"

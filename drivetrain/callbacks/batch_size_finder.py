@@ -19,7 +19,7 @@ MODES = ("power", "binsearch")
 
 @dataclass(frozen=True)
 class BatchSizeRange:
-    """Options of a batch size search. `BatchSizeFinder` documents each of them."""
+    """Validated options of a batch size search, as described for `BatchSizeFinder`."""
 
     mode: str = "power"
     steps_per_trial: int = 3
@@ -42,10 +42,11 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r}: give a share from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """Return the next batch size to try, or None if the search is over.
+        """Return the next batch size to try, given the sizes that fit or failed so far, or None to end the search.
 
         `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if none).
         """
+        # Double until a size fails, then bisect between the largest that fits and the smallest that fails.
         if lacking is None:
             return min(2 * fitting, most) if fitting < most else None
         if not fitting:
@@ -54,12 +55,12 @@ class BatchSizeRange:
         return middle if self.mode == "binsearch" and fitting < middle < lacking else None
 
     def chosen(self, fitting: int) -> int:
-        """Return the batch size to use: the largest that fits, reduced by `margin` in mode `"binsearch"`."""
+        """Return the batch size to use, given the largest that fits. Mode `"binsearch"` reduces it by `margin`."""
         return max(1, int(fitting * (1 - self.margin))) if self.mode == "binsearch" else fitting
 
 
 class BatchSizeFinder(Callback):
-    """Callback that searches for the largest batch size that fits in memory when a run begins, and uses it for the run.
+    """Callback that searches for the largest batch size that fits in memory when a run begins, and uses it.
 
     The search runs a few steps with growing batch sizes and then restores the model, the optimizers and the loop. It
     writes the size to the task, its hyper-parameters or its data module, whose loader method then creates a new
@@ -112,7 +113,7 @@ class BatchSizeFinder(Callback):
         trainer.tuning.check_batch_size(task, self.tried)
 
     def scale_batch_size(self, trainer: Trainer, task: Task) -> None:
-        """Search for the batch size now, and set `optimal_batch_size`.
+        """Search for the largest batch size that fits in memory now, and store the result in `optimal_batch_size`.
 
         Args:
             trainer: The running Trainer.

@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class BestK:
-    """Paths and scores of the best k checkpoints."""
+    """Ranking of a run's checkpoints that keeps the k best scores, or the k newest if there are no scores."""
 
     def __init__(self, k: int, mode: str, by_score: bool) -> None:
         self.k = k
@@ -47,7 +47,7 @@ class BestK:
 
     @property
     def best(self) -> str:
-        """The path of the best checkpoint, or of the newest if checkpoints have no scores. Empty if there is none."""
+        """The path of the best checkpoint, or of the newest if checkpoints have no scores, or an empty string."""
         if not self.by_score:
             return self.newest
         best = ""
@@ -58,23 +58,24 @@ class BestK:
 
     @property
     def worst(self) -> str:
-        """The path of the checkpoint to remove first, or an empty string."""
+        """The path of the lowest-ranked checkpoint in the top k, or an empty string if no checkpoint is kept."""
         return self._worst_of(self.scores)
 
     def wants(self, score: float | None) -> bool:
-        """Return True if a checkpoint with this score is among the best k. NaN scores never are."""
+        """Return True if a new checkpoint with this score would rank among the best k. A NaN score never does."""
         if self.k == 0:
             return False
         if not self.by_score:
             return True
         if score is None or score != score:
             return False
+        # k = -1 keeps every checkpoint.
         if self.k < 0 or len(self.scores) < self.k:
             return True
         return is_better(score, self.scores[self.worst], self.mode)
 
     def displaced(self) -> list[str]:
-        """Return the paths of the checkpoints to remove when one more is added."""
+        """Return the paths of the checkpoints that must be removed to make room for one more in the top k."""
         left, gone = dict(self.scores), []
         while 0 < self.k <= len(left):
             gone.append(self._worst_of(left))
@@ -82,8 +83,10 @@ class BestK:
         return gone
 
     def add(self, path: str, score: float | None) -> list[str]:
-        """Add a checkpoint to the best k. Returns the paths of the checkpoints that it displaces."""
+        """Add a checkpoint to the top k. Returns the paths of the checkpoints that no longer belong to it."""
+        # A checkpoint that is saved again under its name displaces no other.
         gone = [] if path in self.scores else self.displaced()
+        # The path itself is removed too, so that it moves to the end of the order of saving.
         for old in (path, *gone):
             self.scores.pop(old, None)
         self.scores[path] = 0.0 if score is None else score
@@ -112,7 +115,7 @@ class CheckpointName:
 
     @property
     def fields(self) -> list[str]:
-        """The names in braces in the template, such as `epoch`."""
+        """The names of the placeholders in the template, such as `epoch` or `val_loss`."""
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
@@ -139,7 +142,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """Validated state of a `ModelCheckpoint`, read from a checkpoint.
+    """Record of an earlier run's checkpoints, read from the `ModelCheckpoint` state in a checkpoint and validated.
 
     Attributes:
         saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
@@ -157,7 +160,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Validate the state dict of a `ModelCheckpoint`. Raises `CheckpointError` if it holds invalid names."""
+        """Build the record from the state dict of a `ModelCheckpoint`. Raises `CheckpointError` for invalid values."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -194,14 +197,14 @@ class SavedAccount:
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
-        """Return the checkpoint names that are symbolic links to a place outside `directory`."""
+        """Return the names of checkpoints that are symbolic links to a target outside of `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
 
 
 def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
-    """Read a number from a state dict. Raises `CheckpointError` if it is of another type."""
+    """Return the number stored under `key` in a state dict. Raises `CheckpointError` if its type is wrong."""
     value = state.get(key)
     if value is None and optional:
         return None
@@ -212,10 +215,6 @@ def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: boo
 
 
 def _checked_name(key: str, value: Any, saved_in: str) -> str:
-    """Return a checkpoint name relative to its directory, or an empty string.
-
-    Raises `CheckpointError` for other paths.
-    """
     if not isinstance(value, str):
         raise _invalid_state(key, value)
     # Old checkpoints hold full paths.
@@ -251,12 +250,12 @@ def absolute_directory(path: str | os.PathLike[str]) -> str:
 
 
 def is_local(path: str) -> bool:
-    """Return True if a path is on a local file system, which supports links."""
+    """Return True if a path is on a local file system rather than a URL. Only local paths support links."""
     return isinstance(storage_of(path)[0], LocalStorage)
 
 
 def is_taken(path: str) -> bool:
-    """Return True if a file, a link or a directory of this name exists."""
+    """Return True if a file, link or directory already exists at `path`."""
     storage, place = storage_of(path)
     return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
 
@@ -264,7 +263,7 @@ def is_taken(path: str) -> bool:
 def free_path(
     path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """Return the first of `path`, `path-v1`, `path-v2`, ... that does not exist or may be replaced."""
+    """Return the first of `path`, `path-v1`, `path-v2`, ... that does not exist or that `may_replace` allows."""
     candidate, version = path + extension, first - 1
     while is_taken(candidate) and not may_replace(candidate):
         version += 1
@@ -273,14 +272,13 @@ def free_path(
 
 
 def relative(path: str | None, root: str) -> str | None:
-    """Return the path of a directory relative to `root`, or None if it is not below `root`."""
     if path is None or not root or not path.startswith(root.rstrip("/") + "/"):
         return None
     return os.path.relpath(path, root)
 
 
 def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Return the checkpoint directory for a resumed run that was given none.
+    """Return the checkpoint directory of a resumed run whose `ModelCheckpoint` was given no `dirpath`.
 
     This is the directory of the earlier run if it is one that this run may use, else `path`.
     """
@@ -290,27 +288,29 @@ def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: S
 
 
 def is_directory_of(path: str | None, state: SavedAccount) -> bool:
-    """Return True if `path` is the checkpoint directory of the earlier run, in its old place or moved.
+    """Return True if `path` is the checkpoint directory of the earlier run, at its old location or moved.
 
     The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
     """
     old, newest = state.saved_in, state.names["newest"]
+    # Credentials in a URL may change between runs.
     if path is None or without_credentials(path) == without_credentials(old or ""):
         return True
     if not old or "://" in old or not is_local(path):
         return False  # never open a URL that only a checkpoint file names
     if os.path.realpath(path) == os.path.realpath(old):
         return True
+    # Moved: the newest checkpoint is no longer in the old directory, but in this one.
     return bool(newest) and not is_taken(f"{old}/{newest}") and is_taken(f"{path}/{newest}")
 
 
 def _leads_below(root: str, name: str) -> bool:
-    """Return True if `root/name` is still below `root` after links are resolved."""
+    """Return True if `root/name` is inside `root`, even after symbolic links are followed."""
     return os.path.realpath(os.path.join(root, name)).startswith(os.path.realpath(root) + os.sep)
 
 
 def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Return the default checkpoint directories: those beside the trackers' run directories, newest run first."""
+    """Return the default checkpoint directories of this script's runs, beginning with the newest run."""
     if not is_local(root):
         return [f"{absolute_directory(root)}/checkpoints"]
     found = [
@@ -323,8 +323,9 @@ def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
 
 
 def link(path: str, target: str) -> None:
-    """Create `path` as a relative symbolic link to a checkpoint. Replaces an earlier checkpoint or link."""
+    """Make `path` a relative symbolic link to the checkpoint `target`. Replaces an existing checkpoint or link."""
     _check_replaceable(path)
+    # The link is created under a temporary name and renamed, so that `path` always leads to a checkpoint.
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{writer_token()}.link")
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), beside)
@@ -338,7 +339,7 @@ def link(path: str, target: str) -> None:
 
 
 def duplicate(path: str, source: str) -> None:
-    """Create `path` as a second copy of a checkpoint, with hard links if the file system supports them."""
+    """Make `path` a second copy of the checkpoint `source`, with hard links if the file system supports them."""
     _check_replaceable(path)
     storage, token = LocalStorage(), writer_token()
     place, _ = storage.place_for(path, token)
@@ -354,7 +355,7 @@ def duplicate(path: str, source: str) -> None:
 
 
 def _check_replaceable(path: str) -> None:
-    """Raise `CheckpointError` if `path` holds something that is not a checkpoint."""
+    """Raise `CheckpointError` if `path` exists and is not a checkpoint, so that no user files are overwritten."""
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
@@ -362,7 +363,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Remove a checkpoint, or a link to one. If that fails, log a warning."""
+    """Remove a checkpoint, or a link to one. A failure is only logged, since the run can continue."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
@@ -370,8 +371,9 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """Return the checkpoints of a directory that exceed a limit, those with the fewest steps first."""
+    """Return the checkpoints with the fewest steps, whose removal leaves at most `limit` in `directory`."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
+    # Links in `needed` are resolved first, so that the checkpoint that `last` points to is counted as needed.
     found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
     others = [path for path in found if path not in needed]
     return others[max(0, limit - (len(found) - len(others))) :]
@@ -409,7 +411,7 @@ class CheckpointAccount:
     doomed: list[str] = field(default_factory=list)
 
     def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
-        """Record a new checkpoint, and mark the ones that it replaces for removal."""
+        """Record a newly saved checkpoint, and mark the checkpoints that it replaces for later removal."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -418,7 +420,7 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record the newest checkpoint. If a run can resume from it, mark the preemption checkpoints for removal."""
+        """Record the newest checkpoint. If it is complete, mark temporary checkpoints of a preemption for removal."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -430,7 +432,7 @@ class CheckpointAccount:
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
-        """Return the checkpoints that `total_limit` must not remove: the best by score, `last` and the newest."""
+        """Return the paths of the checkpoints that `total_limit` never removes: the best, `last` and the newest."""
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
@@ -470,7 +472,7 @@ class CheckpointAccount:
 
 @dataclass
 class Decision:
-    """Decision about saving a checkpoint, made by the main process and followed by all processes.
+    """Description of one save: the paths to write and the score. The main process decides, and all processes follow.
 
     Attributes:
         score: The value of the monitored metric, or None.
@@ -488,7 +490,7 @@ class Decision:
 
     @property
     def target(self) -> str | None:
-        """The path that the checkpoint is written to, or None if nothing is saved."""
+        """The path at which the checkpoint's files are written, or None if nothing is to be saved."""
         return self.path or self.last
 
     def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
@@ -508,7 +510,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide which checkpoint to save now, without changing any state. Called by the main process alone."""
+    """Return what to save now and under which name, without changing any state. Only the main process calls it."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
@@ -528,7 +530,7 @@ def decide(
 
 
 def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[str]) -> str:
-    """Return the path for a checkpoint name: one that does not exist, or a replaceable one of this run."""
+    """Return a path for a new checkpoint. It overwrites nothing, except for checkpoints of this run listed in `own`."""
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
@@ -550,7 +552,7 @@ def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metr
 
 
 class CheckpointWriter:
-    """Writer for the checkpoints of one `ModelCheckpoint`, which removes those that are replaced.
+    """Writer of the checkpoints of one `ModelCheckpoint`. It also removes the checkpoints that they replace.
 
     All processes call each of its methods.
     """
@@ -574,7 +576,10 @@ class CheckpointWriter:
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Write a checkpoint, in the background if configured. Call `settle` first."""
+        """Write the checkpoint that `decision` describes, in the background if so configured.
+
+        Call `settle` before, since only one save may run at a time.
+        """
         target = decision.target
         if target is None:
             return
@@ -617,7 +622,8 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Write a complete checkpoint synchronously. Returns False if that fails and errors are only logged."""
+        """Write a complete checkpoint before returning. Returns False if that failed and errors are only logged."""
+        # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
             try:
@@ -636,7 +642,7 @@ class CheckpointWriter:
         return True
 
     def poll(self, trainer: Trainer) -> None:
-        """Check the background save for errors, without waiting. An error ends the run on all processes together."""
+        """Check without waiting whether the background save failed. A failure ends the run on every process."""
         flight = self._in_flight
         if flight is None or not flight.pending.failed():
             return
@@ -649,7 +655,7 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait for the background save of a checkpoint, and remove the checkpoints that it replaces."""
+        """Wait until the background save has finished, then remove the checkpoints that it replaces."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -661,11 +667,12 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Stop tracking the background save, without collectives. If `wait` is True, wait until it is written."""
+        """Give up the background save when a run ends, without collectives. Waits for its files if `wait` is set."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
         if not wait:
+            # Other processes may be gone, and waiting for them would hang.
             flight.pending.add_done_callback(_log_failure)
             return
         try:
@@ -676,6 +683,7 @@ class CheckpointWriter:
 
     def _finish(self, follow_up: Callable[[], list[str]], forgive: bool = False) -> None:
         try:
+            # Other processes receive the removed paths, or the error, from the main process.
             removed = decide_on_main_process(follow_up)
         except CheckpointError as error:
             if not (self._forgives or forgive):
@@ -688,7 +696,7 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Create `last` and remove replaced checkpoints, after a save is durable. Returns the removed paths."""
+        """Create `last` and delete replaced checkpoints, once the new one is on disk. Returns the deleted paths."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)
@@ -696,6 +704,7 @@ class CheckpointWriter:
                 duplicate(decision.last, decision.path)
         gone = list(self.kept.doomed)
         for path in gone:
+            # A protected path stays in `gone`: the record forgets it, but its files stay.
             if path not in self._protected:
                 remove(path, kept_in)
         if self._limit is not None:
@@ -706,6 +715,7 @@ class CheckpointWriter:
         return gone
 
     def _roll_back(self, before: CheckpointAccount, error: CheckpointError, forgive: bool = False) -> None:
+        # The failed checkpoint does not exist, so the record must not list it.
         self.kept = before
         if not (self._forgives or forgive):
             raise _with_advice(error) from error
@@ -728,7 +738,7 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """Checkpoint save that runs in the background.
+    """Save of a checkpoint that is still being written in the background.
 
     `before` is the record of checkpoints to restore if the save fails. `removed` and `error` are the results of the
     follow-up work.
@@ -740,8 +750,9 @@ class _InFlight:
     error: Exception | None = None
 
     def do(self, follow_up: Callable[[], list[str]]) -> None:
-        """Run the follow-up work in the thread that writes the checkpoint. Waiting for the save waits for it too."""
         try:
+            # Runs in the thread that writes the checkpoint. An exception must not end that thread, so `outcome`
+            # raises it.
             self.removed = follow_up()
         except Exception as error:
             self.error = error

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class DeviceStatsMonitor(Callback):
-    """Callback that logs memory statistics of the main process's device, and the CPU load of its machine.
+    """Callback that logs memory statistics of the main process's device and the CPU load of the machine.
 
     The values are named `DeviceStatsMonitor.<hook>/<value>`. They are logged at the start and at the end of a batch,
     every `log_every_n_steps` steps in training, and every `log_every_n_steps` batches in validation and testing.

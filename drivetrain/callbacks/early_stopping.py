@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 
 class EarlyStoppingReason(IntEnum):
-    """Reasons for which `EarlyStopping` stops a run. Checkpoints store the number.
+    """Reasons why `EarlyStopping` has stopped a run. Checkpoints store the number of the reason.
 
     Attributes:
         NOT_STOPPED: The run was not stopped.
@@ -133,7 +133,7 @@ class EarlyStopping(Callback):
 
     @property
     def best_score(self) -> Tensor:
-        """The best value of the monitored metric so far, a scalar tensor."""
+        """The best value of the monitored metric so far, as a scalar tensor, or infinity before the first check."""
         return torch.tensor(self._best)
 
     @property
@@ -197,6 +197,7 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         elif self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+            # `min_epochs` or `min_steps` may have delayed the stop, and the metric has improved since.
             trainer.withdraw_stop(self.state_key)
             self._forget_reason()
         if message and (stop or self.verbose):
@@ -213,11 +214,12 @@ class EarlyStopping(Callback):
         return value
 
     def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
-        """Update the best value and the wait count. Returns True if the run must stop, and a message or None."""
+        """Update the best value and the count of checks without improvement. Returns whether to stop, and a message."""
         reason, message = self._reason_to_stop(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason
             return True, message
+        # The value must be better than the best one by more than `min_delta`.
         margin = self.min_delta if self.mode == "min" else -self.min_delta
         if is_better(value + margin, self._best, self.mode):
             better_by = abs(self._best - value)
@@ -231,7 +233,7 @@ class EarlyStopping(Callback):
         return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
 
     def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Check a metric value against the thresholds. Returns the reason to stop, or `NOT_STOPPED`, and a message."""
+        """Compare a value with the thresholds. Returns the reason to stop and a message, or `NOT_STOPPED` and None."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return (

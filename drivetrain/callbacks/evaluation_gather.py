@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Predictions and targets of one batch on one process.
+    """Predictions and targets that one process computed for one batch.
 
     Attributes:
         loader: The index of the loader.
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Samples:
-    """Predictions and targets of one loader: each sample once, in the order of the dataset.
+    """Predictions and targets of a whole dataset, with each sample once and in the dataset's order.
 
     Attributes:
         predictions: A tensor with one row per sample, or a list with one item per sample.
@@ -66,7 +66,7 @@ class Samples:
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return the detached rows of a batch's predictions or targets, without the rows that only pad the batch."""
+    """Return the detached predictions or targets of a batch, without rows that were added to fill up the batch."""
     if hasattr(values, "__array__") and not isinstance(values, Tensor):
         values = torch.as_tensor(values)
     if isinstance(values, Tensor) and values.dim() == 0:
@@ -99,7 +99,7 @@ def has_rows(values: Any, rows: int) -> bool:
 
 
 class SampleGather:
-    """Gather of predictions and targets to the main process, in the background.
+    """Transfer of predictions and targets from all processes to the main process, while evaluation continues.
 
     Create it on all processes together. End it with `finish` or `abandon`.
     """
@@ -113,7 +113,7 @@ class SampleGather:
             self._gather.add(block)
 
     def finish(self) -> list[Samples]:
-        """Wait until all processes have sent their samples. Returns the samples of each loader on the main process."""
+        """Wait until all samples have arrived. On the main process, return the samples of each dataloader."""
         block = self._leaving.take()
         if block:
             self._gather.add(block)
@@ -129,12 +129,12 @@ class SampleGather:
         return [_samples_of(parts) for parts in loaders.values()]
 
     def abandon(self) -> None:
-        """Stop gathering without waiting for other processes, after an error."""
+        """Stop gathering after an error, without waiting for other processes."""
         self._gather.abandon()
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Concatenate the parts of one loader. Outputs that some batches lack are omitted, with a warning."""
+    """Concatenate all batches of one dataloader. Extra outputs that some batches lack are left out with a warning."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
@@ -144,10 +144,11 @@ def _samples_of(parts: Sequence[Part]) -> Samples:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """Concatenate the values of all batches to one tensor if their shapes and dtypes allow it, else to one list."""
+    """Concatenate the values of all batches: to one tensor if shapes and dtypes match, else to a list of samples."""
     if any(each is None for each in values):
         return None
     if all(isinstance(each, Tensor) for each in values):
+        # An empty last batch may have another shape or dtype.
         filled = [each for each in values if len(each)] or list(values[:1])
         if len({(each.shape[1:], each.dtype) for each in filled}) == 1:
             return torch.cat(filled)
@@ -155,7 +156,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
-    """Write samples to a file in the format of its extension. The file is replaced atomically."""
+    """Write predictions and targets to a file, replacing it atomically. The file extension selects the format."""
     path = Path(path)
     writer = writer_for(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +166,7 @@ def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
 
 
 def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
-    """Return the function that writes files with the extension of `path`.
+    """Return the function that writes predictions in the file format of `path`, such as CSV or NPZ.
 
     Raises `ConfigurationError` for unknown extensions.
     """
@@ -179,11 +180,11 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
 
 
 def _named(samples: Samples, *names: str) -> dict[str, Any]:
-    """Return a dict from column names to values. `names` are the column names of predictions and targets."""
     prediction, target = names or ("predictions", "targets")
     named = {prediction: samples.predictions, target: samples.targets}
     named = {name: values for name, values in named.items() if values is not None}
     taken = {"index", prediction, target}
+    # A further output must not replace the index, predictions or targets.
     return named | {f"output_{name}" if name in taken else name: values for name, values in samples.others.items()}
 
 
@@ -252,7 +253,7 @@ _STAGES = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 class EvaluationGather(Callback):
-    """Callback that gathers predictions and targets of all processes: each sample once, in the order of the dataset.
+    """Callback that collects predictions from all processes, computes metrics over all samples, and writes a file.
 
     The outputs of evaluation steps are moved to the CPU a few batches at a time, without padded rows, and sent to the
     main process while evaluation continues. After the last batch the main process computes metrics over all samples
@@ -380,8 +381,8 @@ class EvaluationGather(Callback):
             self._gather = SampleGather(PartialState())
 
     def _leave(self) -> None:
-        """Abandon the gather of an interrupted evaluation, so that other processes do not wait for its samples."""
         if self._gather is not None:
+            # Without this, other processes would wait for samples of the interrupted evaluation.
             self._gather.abandon()
             self._gather = None
 
@@ -401,7 +402,7 @@ class EvaluationGather(Callback):
         self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
-        """Return the other per-sample values in a step's dict, which become columns of the file."""
+        """Return a step's further per-sample outputs, such as IDs, which become additional columns of the file."""
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}
@@ -450,6 +451,7 @@ class EvaluationGather(Callback):
                     suffix = f"/dataloader_idx_{number}" if several else ""
                     results = _compute(self.metrics, samples)
                     values.update({self._name(key, stage) + suffix: value for key, value in results.items()})
+                # The sanity check runs only a few batches, so its file would be incomplete.
                 if self.path is not None and not trainer.sanity_checking:
                     root = trainer.local_dir
                     suffix = f"-dataloader_idx_{number}" if several else ""
@@ -471,7 +473,7 @@ class EvaluationGather(Callback):
 
 
 def _is_metric(metric: Any) -> bool:
-    """Return True for torchmetrics objects, without importing torchmetrics."""
+    # Duck typing, so that torchmetrics need not be installed.
     return hasattr(metric, "update") and hasattr(metric, "compute") and hasattr(metric, "reset")
 
 
@@ -497,6 +499,7 @@ def _compute(metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any], sam
 def _value_of(metric: Callable[..., Any], samples: Samples) -> Any:
     if not _is_metric(metric):
         return metric(samples.predictions, samples.targets)
+    # A copy, so that a metric which the task updates too keeps its state.
     fresh: Any = copy.deepcopy(metric)
     fresh = fresh.to("cpu")
     for module in fresh.modules():

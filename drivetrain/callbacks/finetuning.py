@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
     # to override
 
     def freeze_before_training(self, task: Task) -> None:
-        """Freeze the parameters that are not trained from the start. Override this method.
+        """Freeze the parameters that should not be trained at first. Subclasses must override this method.
 
         Args:
             task: The task, before `configure_optimizers` is called.
@@ -69,7 +69,7 @@ class BaseFinetuning(Callback):
         raise NotImplementedError
 
     def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze parameters or change learning rates. Override this method.
+        """Unfreeze parameters or change learning rates at the start of an epoch. Subclasses must override this method.
 
         It is called at the start of every epoch, once for each optimizer.
 
@@ -84,7 +84,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return all submodules that have no children, or that own parameters directly.
+        """Return a flat list of all submodules that are leaves or have parameters of their own.
 
         Args:
             modules: A module, or a nested list of modules.
@@ -97,7 +97,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters that require gradients, or those that do not.
+        """Yield the trainable parameters of the given modules, or the frozen ones if `requires_grad` is False.
 
         Args:
             modules: A module, or a nested list of modules.
@@ -113,7 +113,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Set `requires_grad` on all parameters of the modules.
+        """Make all parameters of the given modules trainable, by setting `requires_grad` to True.
 
         Args:
             modules: A module, or a nested list of modules.
@@ -126,19 +126,20 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the direct parameters of one module, and the running statistics of a batch norm.
+        """Freeze the parameters that belong directly to a module. A batch norm also stops updating its statistics.
 
         Args:
             module: The module.
         """
         if isinstance(module, _BatchNorm):
+            # With tracking turned off, a batch norm no longer updates its running statistics.
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad = False
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters of the modules.
+        """Freeze all parameters of the given modules, including their submodules.
 
         Args:
             modules: A module, or a nested list of modules.
@@ -152,7 +153,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that are not in the optimizer yet. Warn if some already are.
+        """Return the given parameters that the optimizer does not contain yet. Warn if it already contains some.
 
         Args:
             optimizer: The optimizer.
@@ -228,14 +229,16 @@ class BaseFinetuning(Callback):
             count = len(groups)
             rates = [float(group["lr"]) for group in groups]
             self.finetune_function(task, epoch, optimizer)
+            # The groups that this callback has added are the last ones.
             own = range(count - len(self._added.get(number, ())), count)
+            # A rate that `finetune_function` set by hand becomes the new base of the group's schedule.
             changed = [each for each in own if float(groups[each]["lr"]) != rates[each]]
             self._schedule(trainer, optimizer, changed)
             self._record(trainer, number, count)
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record an optimizer's parameter groups from index `first` on, with parameter names in place of tensors."""
+        """Record the parameter groups added to an optimizer, by parameter name, so that checkpoints can store them."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -244,7 +247,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
-        """Make the optimizer's learning rate schedulers cover added groups, starting from their current rates."""
+        """Extend the optimizer's learning rate schedulers to parameter groups that were added after their creation."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
                 cover_new_groups(config.scheduler)
@@ -252,7 +255,7 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _add_again(self, trainer: Trainer) -> None:
-        """Add the parameter groups of the resumed run to the optimizers, before the optimizer states are loaded."""
+        """Add the parameter groups stored in a checkpoint to the optimizers, before their states are loaded."""
         parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
             for group in groups:
@@ -270,12 +273,12 @@ def _all_in_place(trainer: Trainer) -> dict[str, nn.Parameter]:
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2.0, the default factor by which the learning rate of the backbone grows in each epoch."""
+    """Return 2.0, the default factor by which the backbone's learning rate is multiplied after each epoch."""
     return 2.0
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains only the head of a model at first, and its `backbone` from a later epoch on.
+    """Callback that trains only the model's head at first, and unfreezes its `backbone` in a later epoch.
 
     The learning rate of the backbone starts low and grows. The task needs a submodule named `backbone`, and must pass
     only unfrozen parameters to its optimizer.
@@ -386,6 +389,7 @@ class BackboneFinetuning(BaseFinetuning):
         elif epoch > first_epoch and self.previous_backbone_lr is not None:
             own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             own = rate if self.should_align and own > rate else own
+            # The group of the backbone was added last.
             optimizer.param_groups[-1]["lr"] = own
         else:
             return
@@ -395,7 +399,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _epoch_or_duration(given: int | str | Duration) -> int | Duration:
-    """Convert `unfreeze_backbone_at_epoch` to an int for an epoch, or to a `Duration` in another unit."""
+    """Convert `unfreeze_backbone_at_epoch` to an epoch number, or to a `Duration` if it is in another unit."""
     if isinstance(given, int):
         return given
     read = interval_of(given, "BackboneFinetuning.unfreeze_backbone_at_epoch")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Callback that changes the number of micro-batches per optimizer step by epoch.
+    """Callback that changes the number of accumulated micro-batches per optimizer step at given epochs.
 
     `trainer.estimated_stepping_batches` takes the schedule into account. After the run the Trainer returns to its
     previous setting.
@@ -69,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
 
     @staticmethod
     def _epoch_of(given: Any) -> Any:
-        """Return a key of `scheduling` as an int (an epoch) or a float (a share of `max_epochs`).
+        """Convert a key of `scheduling` to an epoch number (int) or a fraction of `max_epochs` (float).
 
         Returns other values unchanged.
         """
@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(Callback):
         return int(duration.amount) if duration.unit is Unit.EPOCHS else float(duration.amount)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the number of micro-batches per optimizer step in an epoch.
+        """Return the number of micro-batches that one optimizer step accumulates in an epoch.
 
         Args:
             epoch: The index of the epoch, from 0.
@@ -93,7 +93,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return True if any epoch of the schedule has more than one micro-batch per optimizer step."""
+        """Return True if the schedule accumulates gradients over several micro-batches in any epoch."""
         return any(factor > 1 for factor in (*self.scheduling.values(), *self._shares.values()))
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:

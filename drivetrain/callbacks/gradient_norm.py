@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GradientNorm(Callback):
-    """Callback that logs the norm of the unclipped gradients, over all processes and shards.
+    """Callback that logs the norm of the gradients before they are clipped, over all processes and shards.
 
     It logs `grad_norm` every `log_every_n_steps` steps. With several optimizers the names are `grad_norm/0`,
     `grad_norm/1` and so on. Steps that are not logged compute nothing.
@@ -63,6 +63,7 @@ class GradientNorm(Callback):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = trainer.strategy.gradients
         name = f"grad_norm/{number}" if len(self._logs) > 1 else "grad_norm"
+        # Clipping to an infinite norm changes nothing, but returns the norm over all shards.
         values = {name: float(gradients.clip_norm(parameters, math.inf, self.norm_type))}
         if self.by_parameter:
             held = {id(parameter) for parameter in parameters}

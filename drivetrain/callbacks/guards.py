@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def check_can_roll_back(trainer: Trainer, owner: str) -> None:
-    """Raise `ConfigurationError` if no callback of the run saves checkpoints that a rollback could load."""
+    """Raise `ConfigurationError` if no callback saves checkpoints to which a rollback could return."""
     if not _savers(trainer):
         raise ConfigurationError(
             f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights. Add one, "
@@ -41,7 +41,7 @@ def check_can_roll_back(trainer: Trainer, owner: str) -> None:
 
 
 def newest_good_checkpoint(trainer: Trainer) -> str | None:
-    """Return the path of the newest resumable checkpoint of this run, or None. Called by all processes.
+    """Return the path of this run's newest resumable checkpoint, or None. Every process must call this function.
 
     All saved checkpoints are good, since nothing is saved while a guard finds the state unsound.
     """
@@ -62,6 +62,7 @@ def _newest(savers: list[ModelCheckpoint]) -> str | None:
     for path in known - {""}:
         try:
             one = checkpoint.checkpoint_at(path)
+            # Checkpoints saved with a finite loss rank before all others, then those with more steps.
             found.append((one.finite_loss, one.step or 0, path))
         except CheckpointError:
             continue  # removed by the user, or damaged
@@ -79,7 +80,7 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Loss or metric recorded in one optimizer step, to be judged later.
+    """Value recorded in one optimizer step, such as the loss, that has not been checked yet.
 
     Attributes:
         step: The number of optimizer steps before this one.
@@ -101,7 +102,7 @@ class Watched:
 
 
 class Guard(Callback):
-    """Base class of callbacks that check a value in each step. All processes judge it together and act together.
+    """Base class of callbacks that check a value in every step and react to bad values on all processes together.
 
     Args:
         monitor: `"loss"` for the value that `training_step` returns, summed over the batches of a step, or the name of
@@ -162,11 +163,11 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Return the value to judge, computed from the monitored value of this process: a scalar on the device."""
+        """Return the number to check, as a scalar tensor on the device, computed from this process's loss or metric."""
 
     @abstractmethod
     def judge(self, value: float) -> str | None:
-        """Return a description of the problem with a value, which is the mean over all processes, or None."""
+        """Return a message if a value is bad, else None. The value is the mean of `measure` over all processes."""
 
     # hooks
 
@@ -214,6 +215,7 @@ class Guard(Callback):
         if self.monitor == LOSS:
             loss = loss.detach()
             if self._rescales:
+                # Undo the fp16 loss scale, which changes during training.
                 loss = loss / trainer.accelerator.precision.scale(torch.ones_like(loss))
             self._losses.append(loss)
 
@@ -246,7 +248,7 @@ class Guard(Callback):
         return not self._is_tripped
 
     def _watch(self, trainer: Trainer, task: Task) -> None:
-        """Record the loss or metric of the current step without reading it from the device."""
+        # The value stays on the device: reading it in each step would make the CPU wait.
         value = self._value(trainer)
         watched = Watched(
             trainer.global_step, trainer.current_epoch, tuple(self._batches), self.measure(trainer, value), value
@@ -275,10 +277,11 @@ class Guard(Callback):
     # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Judge the recorded values on all processes, and act on the first bad one. Returns True if there was one."""
+        """Check all recorded values on all processes, and react to the first bad one. Returns True if there was one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False
+        # One collective for all recorded steps. All processes then see the same values and react alike.
         values = torch.stack([one.value for one in watched])
         for one, value in zip(watched, reduce(values, "mean").tolist(), strict=True):
             wrong = self.judge(value)
@@ -393,8 +396,10 @@ class NaNGuard(Guard):
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
         finite = torch.isfinite(value)
+        # With an fp16 loss scale, overflowing gradients are normal, and the scaler skips the step.
         if self.check_gradients and not self._rescales and trainer.task is not None:
             finite = finite & _are_finite([p.grad for p in trainer.task.parameters() if p.grad is not None], value)
+        # 1 for a bad value, so that the mean over processes is above 0 if any process has one.
         return 1.0 - finite.float()
 
     def judge(self, value: float) -> str | None:
@@ -421,8 +426,9 @@ class NaNGuard(Guard):
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return a boolean scalar on the device of `like`: True if this process's shards of all tensors are finite."""
+    """Return a boolean scalar tensor: True if this process's shards of all tensors contain no NaN or infinity."""
     parts = [part for part in map(_local, tensors) if part.numel()]
+    # The infinity norm is NaN or infinite if any element is, and needs no boolean copy of the tensor.
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]
     if not largest:
         return torch.ones((), dtype=torch.bool, device=like.device)
@@ -521,6 +527,7 @@ class LossSpikeGuard(Guard):
             if score > self.threshold:
                 what = "the loss" if self.monitor == "loss" else self.monitor
                 return f"{what} is {value:.6g}, {score:.1f} robust deviations above the median {median:.6g}"
+        # Spikes return above, so they do not raise the median for later values.
         self._values.append(value)
         return None
 
@@ -533,7 +540,7 @@ class LossSpikeGuard(Guard):
 
 
 def modified_z_score(value: float, values: Any) -> tuple[float, float]:
-    """Return the modified z-score of a value among others, and their median (Iglewicz and Hoaglin, 1993)."""
+    """Return how many robust standard deviations a value lies above the median of others, and that median."""
     import statistics  # imported late: it loads fractions and decimal
 
     median = statistics.median(values)

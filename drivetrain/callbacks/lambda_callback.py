@@ -11,7 +11,7 @@ Hook = Callable[..., Any] | None
 
 
 class LambdaCallback(Callback):
-    """Callback that calls user functions as hooks.
+    """Callback built from functions, so that simple hooks need no subclass of `Callback`.
 
     Each argument is named after a hook and takes a function with the arguments of that hook. All arguments are
     optional. `Callback` documents when each hook is called.

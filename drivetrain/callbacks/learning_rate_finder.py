@@ -20,7 +20,7 @@ MODES = ("exponential", "linear")
 
 @dataclass(frozen=True)
 class LRRange:
-    """Options of a learning rate search. `LearningRateFinder` documents each of them."""
+    """Validated options of a learning rate search, as described for `LearningRateFinder`."""
 
     min_lr: float = 1e-8
     max_lr: float = 1.0
@@ -47,7 +47,7 @@ class LRRange:
             )
 
     def rate(self, number: int) -> float:
-        """Return the learning rate of step `number` of the search, from 0."""
+        """Return the learning rate to try in a step of the search. Steps are counted from 0."""
         part = (number + 1) / self.num_training if number else 0.0
         if self.mode == "linear":
             return self.min_lr + part * (self.max_lr - self.min_lr)
@@ -106,7 +106,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, task: Task) -> None:
-        """Search for the learning rate now, and set `optimal_lr`.
+        """Search for a learning rate now, and store the result in `optimal_lr`.
 
         Args:
             trainer: The running Trainer.

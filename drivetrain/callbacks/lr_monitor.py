@@ -159,7 +159,6 @@ class LearningRateMonitor(Callback):
             trainer.log_metrics(values, step)
 
     def _find(self, optimizers: Sequence[Optimizer], configs: Sequence[Any]) -> list[_Rates]:
-        """Assign a name to each optimizer: the name of its scheduler, or else its class name."""
         scheduled = {id(config.scheduler.optimizer): config for config in configs}
         given = Counter(config.name for config in configs if config.name)
         twice = [name for name, count in given.items() if count > 1]
@@ -183,7 +182,7 @@ class LearningRateMonitor(Callback):
 
 
 class _Rates:
-    """Learning rates of one optimizer, with the names under which they are logged."""
+    """Learning rates of one optimizer's parameter groups, with the names under which they are logged."""
 
     def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name
@@ -196,7 +195,7 @@ class _Rates:
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Name the parameter groups. If groups were added, move the logged values to the new names."""
+        """Give each parameter group a log name. Groups may be added during training, which changes the names."""
         groups = self._optimizer.param_groups
         if len(self._known) == len(groups):
             return
@@ -207,6 +206,7 @@ class _Rates:
                 "A single `Optimizer` cannot have multiple parameter groups with identical names, since the names "
                 f"label the logged rates: {twice[0]!r}. Give each group a different `name`, or none.",
             )
+        # A second group renames the first one: `lr-Adam` becomes `lr-Adam/pg1`, and its history moves along.
         moved = [monitor.lrs.pop(name, []) for name in self._known]
         for kept in (monitor.last_momentum_values, monitor.last_weight_decay_values):
             for name in [each for each in kept if each.rpartition("-")[0] in self._known]:
@@ -216,7 +216,7 @@ class _Rates:
         self._known = names
 
     def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
-        """Return the current learning rates to log, and store them in the monitor."""
+        """Return the current learning rates by log name, and add them to the monitor's history."""
         values: dict[str, float] = {}
         for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
             values[name] = rate = float(group["lr"])

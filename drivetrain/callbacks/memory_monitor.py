@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class MemoryMonitor(Callback):
-    """Callback that logs the current and the peak memory use, as the maximum over all processes.
+    """Callback that logs the current and peak memory use, each as the maximum over all processes.
 
     Every `log_every_n_steps` steps it logs these values in MiB:
 
@@ -84,6 +84,7 @@ class MemoryMonitor(Callback):
         if self._log is not None and self._log.is_due(step):
             topology = trainer.strategy.topology
             use = MemoryUse.read(topology.kind, topology.device)
+            # Each logged peak covers only the time since the previous log.
             topology.kind.reset_peak_memory(topology.device)
             everyone = [MemoryUse(*each) for each in gather_object([tuple(use)])]
             most = {name: max(getattr(each, name) or 0 for each in everyone) for name in MemoryUse._fields}

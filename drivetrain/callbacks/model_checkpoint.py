@@ -77,7 +77,7 @@ def check_options(
 
 
 class SaveInterval(NamedTuple):
-    """Interval at which `ModelCheckpoint` saves. At most one of the fields is set.
+    """Interval between two saves of a `ModelCheckpoint`. At most one of the fields is set.
 
     Attributes:
         steps: The number of optimizer steps between saves, or 0.
@@ -93,7 +93,7 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """Build the interval from the arguments of `ModelCheckpoint`. Defaults to one epoch."""
+        """Build the interval from the interval arguments of `ModelCheckpoint`. The default is one epoch."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
@@ -271,17 +271,17 @@ class ModelCheckpoint(Callback):
 
     @property
     def current_score(self) -> float | None:
-        """The score of the last saved checkpoint, or None."""
+        """The value of `monitor` at the last save, or None if nothing was saved or there is no `monitor`."""
         return self._current_score
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint, or of the newest if there is no `monitor`."""
+        """The path of the best checkpoint, or of the newest if `monitor` is None. Empty if nothing was saved yet."""
         return self._writer.kept.best.best
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """The score of the best checkpoint, a scalar tensor, or None if there is none."""
+        """The value of `monitor` for the best checkpoint as a scalar tensor, or None if there is no such checkpoint."""
         best = self._writer.kept.best
         if self.monitor is None or not best.best:
             return None
@@ -289,12 +289,12 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """A dict from the paths of the kept checkpoints to their scores."""
+        """A dict from the paths of the `save_top_k` checkpoints to their scores. Scores are 0 without `monitor`."""
         return dict(self._writer.kept.best.scores)
 
     @property
     def kept_scores(self) -> Mapping[str, float]:
-        """A read-only mapping from the paths of the kept checkpoints to their scores.
+        """A read-only view that maps the paths of the `save_top_k` checkpoints to their scores.
 
         Scores are 0 without `monitor`.
         """
@@ -302,21 +302,21 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The path of the worst kept checkpoint, which the next better one replaces."""
+        """The path of the lowest-ranked checkpoint in the top k, which a better one replaces, or an empty string."""
         return self._writer.kept.best.worst
 
     @property
     def last_model_path(self) -> str:
-        """The path of the checkpoint `last`, or an empty string."""
+        """The path of the checkpoint that `save_last` writes, or an empty string if there is none."""
         return self._writer.kept.last
 
     @property
     def newest_model_path(self) -> str:
-        """The path of the most recently written checkpoint, whatever its score, or an empty string."""
+        """The path of the most recently written checkpoint, regardless of its score, or an empty string."""
         return self._writer.kept.newest
 
     def name_of(self, template: str | None = None) -> CheckpointName:
-        """Return the `CheckpointName` of a name template.
+        """Return an object that formats checkpoint names from a template such as `"{epoch}-{val_loss:.3f}"`.
 
         Args:
             template: The template. If None, `filename`.
@@ -325,7 +325,7 @@ class ModelCheckpoint(Callback):
         return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
-        """Return the current value of the monitored metric, or None if it was not logged yet.
+        """Return the current value of the monitored metric, or None if it has not been logged or `monitor` is None.
 
         Args:
             trainer: The running Trainer.
@@ -354,7 +354,7 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path of a checkpoint with the given metric values.
+        """Return the path that a checkpoint with the given epoch, step and metric values would have.
 
         Args:
             metrics: A dict from names to values, including `epoch` and `step`.
@@ -366,7 +366,7 @@ class ModelCheckpoint(Callback):
         return os.path.join(self.dirpath or "", text + self.FILE_EXTENSION)
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write `best_k_models` to a YAML file.
+        """Write the paths and scores in `best_k_models` to a YAML file.
 
         Args:
             filepath: The file to write. If None, `best_k_models.yaml` in the checkpoint directory.
@@ -378,7 +378,7 @@ class ModelCheckpoint(Callback):
             yaml.safe_dump({path: float(score) for path, score in self.best_k_models.items()}, file)
 
     def directories(self, trainer: Trainer) -> list[str]:
-        """Return the directories in which earlier runs of this script may have saved, the most likely first.
+        """Return the directories that may hold checkpoints of earlier runs of this script, the most likely first.
 
         A single process may call it, and it may be called before `setup`.
 
@@ -426,6 +426,7 @@ class ModelCheckpoint(Callback):
         self._waits_for_validation = checked_number(state_dict, "waits_for_validation", bool)
         self._elapsed = checked_number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
+        # Continue in the directory of the earlier run, which may have moved with its root.
         if not self._dirpath_is_given and self._root:
             self.dirpath = decide_on_main_process(
                 lambda: checkpoint_files.directory_to_resume(self.dirpath, state, self._root, self._default_directories)
@@ -478,6 +479,7 @@ class ModelCheckpoint(Callback):
 
     def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
         if self.monitor is not None and self._fitting:
+            # The sanity check has logged validation metrics, so a typo in `monitor` shows before the first epoch.
             typo = decide_on_main_process(
                 lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint")
             )
@@ -502,6 +504,7 @@ class ModelCheckpoint(Callback):
             due = self._timer.is_due(step)
         else:
             due = step % self.every_n_train_steps == 0
+        # A validation follows this step and changes the metrics, so the save waits for it.
         if due and (self.monitor or self.name_of().fields) and getattr(trainer, "validation_follows", False):
             self._waits_for_validation = True
         elif due:
@@ -511,6 +514,7 @@ class ModelCheckpoint(Callback):
         if not self._fitting or trainer.sanity_checking:
             return
         self._validations += 1
+        # The sanity check is no validation of this run, so it must not trigger a save.
         epoch_is_due = not self.saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)
         if self._waits_for_validation or epoch_is_due:
             self._waits_for_validation = False
@@ -521,6 +525,7 @@ class ModelCheckpoint(Callback):
             return
         was_validated, self._judged = self._validations > self._judged, self._validations
         is_validated = self._validations > 0 or ((trainer.check_val_every_n_epoch or 1) > 1 and trainer.validates)
+        # Without a validation in this epoch, the metric would be that of older weights.
         is_stale = self.monitor is not None and is_validated and not was_validated
         if is_stale and self.save_on_train_epoch_end is None:
             return
@@ -535,11 +540,13 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         wanted = self.save_on_exception and self._training and isinstance(exception, Exception)
+        # After a failed save, another one would probably fail too.
         if not wanted or isinstance(exception, CheckpointError):
             return
         if self._is_saved(trainer.global_step):
             return
         moment = f"exception-step={trainer.global_step}"
+        # A save needs all processes, and would hang if some of them did not raise.
         if all_arrive(f"{self.state_key}/{self._fits}/{moment}", EXCEPTION_PATIENCE):
             try:
                 name = decide_on_main_process(lambda: self._formatted_filename(trainer) or moment)
@@ -553,7 +560,7 @@ class ModelCheckpoint(Callback):
         return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
 
     def _formatted_filename(self, trainer: Trainer) -> str | None:
-        """Return the formatted `filename`, made unique if needed. Returns None if no `filename` was given."""
+        """Return the checkpoint name made from `filename`, with a version if it exists. None if `filename` is None."""
         if self.filename is None or self.dirpath is None:
             return None
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
@@ -569,7 +576,7 @@ class ModelCheckpoint(Callback):
         return every > 0 and (trainer.current_epoch + 1) % every == 0 and trainer.global_step != self._last_step
 
     def saves_at_epoch_end(self, trainer: Trainer) -> bool:
-        """Return True if the callback saves at the end of a training epoch rather than after a validation.
+        """Return True if the callback saves at the end of a training epoch, False if it saves after a validation.
 
         Args:
             trainer: The running Trainer.
@@ -581,7 +588,7 @@ class ModelCheckpoint(Callback):
     # saving
 
     def settle(self) -> None:
-        """Wait until the background save, if any, is durable on disk. Must be called by all processes.
+        """Wait until a save that runs in the background is on disk. Every process must call this method.
 
         Raises:
             CheckpointError: If the checkpoint could not be written and `on_save_error` is `"raise"`.
@@ -589,7 +596,7 @@ class ModelCheckpoint(Callback):
         self._writer.settle()
 
     def protect(self, path: str) -> None:
-        """Exclude a checkpoint from removal.
+        """Exclude a checkpoint from automatic removal, so that it outlives better and newer checkpoints.
 
         Args:
             path: The path of the checkpoint.
@@ -597,7 +604,7 @@ class ModelCheckpoint(Callback):
         self._writer.protect(path)
 
     def save_now(self, trainer: Trainer, reason: str = "preempted") -> str:
-        """Save a complete, resumable checkpoint at once, before the run is ended. Must be called by all processes.
+        """Save a resumable checkpoint at once, before a preemption ends the run. Every process must call this method.
 
         The checkpoint is removed once a newer checkpoint of this run is durable.
 
@@ -644,7 +651,7 @@ class ModelCheckpoint(Callback):
 
 
 def _interval_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepInterval | None:
-    """Return a timer if the interval is in time, samples, tokens or fractions of the run, else None."""
+    # Steps and epochs are simply counted and need no timer.
     every = Duration.of(options.schedule or options.train_time_interval)
     return None if every is None else StepInterval(trainer, every, "ModelCheckpoint(every)", elapsed)
 
@@ -696,7 +703,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """The path of the checkpoint."""
+        """The path of the checkpoint that is saved after an exception, `<dirpath>/<filename>.ckpt`."""
         return os.path.join(self.dirpath, f"{self.filename}.ckpt")
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:

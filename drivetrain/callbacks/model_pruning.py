@@ -110,7 +110,7 @@ class ModelPruning(Callback):
         self._restored: dict[str, Any] | None = None
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Target] = ()) -> Sequence[Target]:
-        """Return the parameters to prune, chosen from those that the arguments select. Override it to exclude some.
+        """Return the parameters to prune. Override this method to exclude some of the selected parameters.
 
         Args:
             parameters_to_prune: The selected parameters, as pairs (module, name).
@@ -138,7 +138,9 @@ class ModelPruning(Callback):
         state = checkpoint["state_dict"] = dict(checkpoint["state_dict"])
         pruned = self._pruned()
         for name in pruned:
+            # Without this, a checkpoint could be loaded only into a pruned model.
             state[name] = state.pop(f"{name}_orig") * state.pop(f"{name}_mask")
+        # Optimizer states refer to parameters by name, so they need the usual names too.
         own = {f"{name}_orig": name for name in pruned}
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [
@@ -184,6 +186,7 @@ class ModelPruning(Callback):
         restored, self._restored = self._restored, None
         if not restored:
             return
+        # Masks can be applied only after the plain parameters of the checkpoint have been loaded.
         self._originals = dict(restored["originals"])
         for name, mask in restored["masks"].items():
             module, own = self._targets[name]
@@ -205,13 +208,14 @@ class ModelPruning(Callback):
     # pruning
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune the selected parameters of the model once.
+        """Prune the selected parameters once, by setting a number or fraction of their elements to zero.
 
         Args:
             amount: The number of elements to prune, or the share of the remaining ones.
         """
         targets = list(self._targets.values())
         if self._global:
+            # A user's pruning method may have no amount.
             takes_amount = "amount" in signature(self._method).parameters
             prune.global_unstructured(targets, self._method, **({"amount": amount} if takes_amount else {}))
             return
@@ -227,7 +231,7 @@ class ModelPruning(Callback):
                 self._method(module, name=name, **options)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the unpruned elements to their values from before training, or to new random values."""
+        """Reset the remaining elements to their initial values, or to random ones if `resample_parameters` is set."""
         for name, (module, own) in self._pruned().items():
             if self._resamples:
                 value = broadcast(_resampled(module, own))
@@ -236,7 +240,7 @@ class ModelPruning(Callback):
             _parameter((module, own)).data.copy_(value)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Replace masked parameters by their pruned values, and remove the masks.
+        """Remove the pruning masks from a model. Pruned elements stay zero in the parameters.
 
         Args:
             module: The model.
@@ -250,7 +254,7 @@ class ModelPruning(Callback):
     def sanitize_parameters_to_prune(
         task: nn.Module, parameters_to_prune: Sequence[Target] = (), parameter_names: Sequence[str] = ()
     ) -> Sequence[Target]:
-        """Return the parameters to prune: the given ones, or those with the given names in all modules.
+        """Return the parameters to prune as (module, name) pairs, after checking that they belong to the model.
 
         Args:
             task: The model.
@@ -316,7 +320,7 @@ class ModelPruning(Callback):
 
 
 def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
-    """Return the pruning method for `pruning_fn`.
+    """Return the torch pruning method that `pruning_fn` selects, after checking the other arguments.
 
     Raises `ConfigurationError` if it does not fit the other arguments.
     """
@@ -346,7 +350,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _resampled(module: nn.Module, name: str) -> Tensor:
-    """Return new random values for a pruned parameter. The other parameters of the module stay unchanged."""
+    """Return new random values for one pruned parameter, made by the module's own `reset_parameters`."""
     kept = {key: each.detach().clone() for key, each in module._parameters.items() if each is not None}
     value = _parameter((module, name)).detach().clone()
     reset: Any = getattr(module, "reset_parameters", None)
@@ -359,7 +363,7 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """Return the parameter itself, with or without a mask."""
+    """Return the trainable parameter behind a name. A pruned module stores it as `<name>_orig`."""
     module, name = target
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None

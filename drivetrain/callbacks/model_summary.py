@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number and size of a model's parameters.
+    """Number of elements and size in bytes of a model's parameters.
 
     Attributes:
         elements: The number of elements. Quantized weights count with their number before quantization.
@@ -48,7 +48,7 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module, state: ModelState | None = None, recurse: bool = True) -> ParameterCount:
-    """Count a model's parameters, each once. Lazy parameters have no elements yet."""
+    """Count the parameters of a model. Shared parameters count once, uninitialized lazy parameters not at all."""
     elements = trained = nbytes = 0
     seen: set[int] = set()
     for module in model.modules() if recurse else [model]:
@@ -82,7 +82,7 @@ _UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")
 
 @dataclass
 class Layer:
-    """Row of the model summary table, for one module.
+    """Row of the model summary table that describes one module.
 
     Attributes:
         name: The name of the module in the model.
@@ -104,7 +104,7 @@ class Layer:
 
 
 class ModuleTable:
-    """Table of a model's modules, down to a given depth.
+    """Summary table of a model's modules, down to a given depth.
 
     If the model has an `example_input_array`, one forward pass in eval mode without gradients measures sizes and
     FLOPs. It is skipped if the strategy shards the model, since the forward pass would then need all processes. It is
@@ -127,7 +127,7 @@ class ModuleTable:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The rows of the table. Each module precedes its submodules."""
+        """The rows of the table, one per module. A module comes before its submodules."""
         modules = dict(_modules(self._model, "", self._max_depth))
         rows = {
             name: Layer(name, self._kind(module), self._count(module).elements, "train" if module.training else "eval")
@@ -143,23 +143,23 @@ class ModuleTable:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """The number of elements of all parameters, and of the trainable ones."""
+        """The number of all parameter elements of the model, and the number of trainable ones."""
         counted = self._count(self._model)
         return counted.elements, counted.trained
 
     @property
     def other_parameters(self) -> int:
-        """The number of elements of the model's direct parameters, which belong to no submodule."""
+        """The number of parameter elements that belong to the model itself rather than to a submodule."""
         return count_parameters(self._model, self._state, recurse=False).elements
 
     @property
     def megabytes(self) -> float:
-        """The size of the parameters as stored, in millions of bytes."""
+        """The memory that the parameters occupy, in millions of bytes."""
         return self._count(self._model).nbytes / 1e6
 
     @property
     def modes(self) -> dict[str, int]:
-        """The number of submodules in `"train"` and in `"eval"` mode."""
+        """A dict with the number of submodules in `"train"` mode and in `"eval"` mode."""
         inner = [module for module in self._model.modules() if module is not self._model]
         training = sum(module.training for module in inner)
         return {"train": training, "eval": len(inner) - training}
@@ -169,7 +169,7 @@ class ModuleTable:
         return any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters())
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns of the table as titles and cells. Sizes are included if a forward pass has run."""
+        """Return the table as a list of columns, each a title and its cells. Sizes need an example input."""
         layers = list(self.layers)
         others = self.other_parameters if layers else 0
         extra = [Layer(OTHER, NOT_APPLICABLE, others, NOT_APPLICABLE, 0, NOT_APPLICABLE, NOT_APPLICABLE)]
@@ -197,6 +197,7 @@ class ModuleTable:
         given = _on_device_of(self._model, self._model.example_input_array)
         context: AbstractContextManager[Any] = nullcontext()
         if self._precision is not None:
+            # The example input may have another dtype than a converted model expects.
             context, given = self._precision.forward_context(), self._precision.convert_batch(given)
         from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
@@ -209,6 +210,7 @@ class ModuleTable:
                     stack.callback(handle.remove)
             self._model.eval()
             stack.enter_context(torch.no_grad())
+            # The extra forward pass must not shift the random numbers of the training.
             stack.enter_context(isolated_random_state(devices=True))
             stack.enter_context(context)
             stack.enter_context(counter)
@@ -225,6 +227,7 @@ class ModuleTable:
         self.total_flops = int(counter.get_total_flops())
         root = type(self._model).__name__
         for name, row in rows.items():
+            # The counter's module names begin with the class of the root module.
             row.flops = int(sum(counts.get(f"{root}.{name}", counts.get(name, {})).values()))
 
 
@@ -234,7 +237,7 @@ def check_depth(max_depth: Any) -> None:
 
 
 def short(count: int) -> str:
-    """Format a count with a unit, such as `2.1 M`."""
+    """Format a large count with one decimal place and a unit: 2,100,000 becomes `2.1 M`."""
     for size, unit in _UNITS:
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -267,6 +270,7 @@ def _size(value: Any) -> Any:
 
 def _on_device_of(model: nn.Module, given: Any) -> Any:
     place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    # A model on the meta device has no data, so its input need not be moved.
     return given if place.type == "meta" else send_to_device(given, place)
 
 
@@ -327,7 +331,7 @@ class ModelSummary(Callback):
         total_flops: int = 0,
         **summarize_kwargs: Any,
     ) -> None:
-        """Print the summary table. Override it to display the summary in another way.
+        """Print the summary table and the totals below it. Override this method to show them in another way.
 
         Args:
             summary_data: The columns, each a title and its cells.
@@ -343,7 +347,7 @@ class ModelSummary(Callback):
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
-    """Return a summary table of a model's modules and their parameters as text.
+    """Return a table of a model's modules, parameter counts and sizes as text.
 
     Args:
         model: The model.
@@ -375,7 +379,7 @@ def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, Sequence[str]]]:
-    """Return the columns of the summary table to display: no row numbers, and FLOPs only if they were measured."""
+    """Return the columns of the model summary to print: without row numbers, and FLOPs only if they were measured."""
     has_run = any(title == "In sizes" for title, _ in columns)
     return [column for column in columns if column[0] != " " and (has_run or column[0] != "FLOPs")]
 

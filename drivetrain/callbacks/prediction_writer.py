@@ -33,7 +33,7 @@ _PATTERNS = ("predictions-*-of-*", "batch-*")
 
 
 def check_format(name: str | None) -> str:
-    """Return the file format to use. The default is parquet if pyarrow is installed, else safetensors."""
+    """Return the validated file format. If `name` is None, use parquet with pyarrow installed, else safetensors."""
     installed = find_spec("pyarrow") is not None
     if name is None:
         return "parquet" if installed else "safetensors"
@@ -50,13 +50,13 @@ def check_format(name: str | None) -> str:
 
 
 def remove_old(folder: Path) -> None:
-    """Delete the prediction files of an earlier run."""
+    """Delete the prediction files that an earlier run left in a folder."""
     for found in _found(folder) + [each for sub in folder.glob("loader-*") for each in _found(sub)]:
         found.unlink()
 
 
 def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
-    """Write columns to a file atomically. The extension is added to `path`."""
+    """Write columns to a prediction file, replacing it atomically. The format's extension is appended to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     final = path.with_name(f"{path.name}.{file_format}")
     beside = path.with_name(f".{os.getpid()}-{final.name}")
@@ -70,9 +70,10 @@ def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Return the columns of all prediction files in a folder, sorted by `index`."""
+    """Return the columns of all prediction files in a folder, with rows sorted by sample index."""
     found = _found(folder)
     whole = [each for each in found if each.name.startswith("predictions-")]
+    # Interval "batch_and_epoch" writes every row twice, so read only one kind of file.
     parts = [_read(each) for each in whole or found]
     if not parts:
         raise DataError(f"There are no predictions in {folder}. Give the directory that PredictionWriter wrote.")
@@ -92,6 +93,7 @@ def _write_parquet(columns: dict[str, Tensor], path: Path) -> None:
     for name, value in columns.items():
         # Arrow has no bfloat16 type.
         flat = arrow.array((value.float() if value.dtype is torch.bfloat16 else value).reshape(-1).numpy())
+        # An Arrow list has one dimension, so the metadata of the file store the shape of a row.
         shapes[name] = list(value.shape[1:])
         arrays.append(arrow.FixedSizeListArray.from_arrays(flat, math.prod(shapes[name])) if value.dim() > 1 else flat)
     table = arrow.table(arrays, names=list(columns))
@@ -117,7 +119,7 @@ INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """Base class of callbacks that write the outputs of `predict_step`. Override one or both of its write methods.
+    """Base class of callbacks that store the outputs of `predict_step`. Override at least one write method.
 
     Each process writes the predictions of its own batches, without padded rows. Pass `return_predictions=False` to
     `trainer.predict` if the predictions need not be returned.
@@ -162,7 +164,7 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the prediction of one batch of this process.
+        """Write what `predict_step` returned for one batch. Called on each process for its own batches.
 
         Args:
             trainer: The running Trainer.
@@ -179,7 +181,7 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Trainer, task: Task, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write the predictions of all batches of this process.
+        """Write the predictions of all batches. Called once on each process, with the process's own batches.
 
         Args:
             trainer: The running Trainer.
@@ -192,7 +194,7 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError
 
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
-        """Return the dataset positions of the current batch's samples, in the order of the loader and without padding.
+        """Return the positions of the current batch's samples in the dataset, or None if they are unknown.
 
         Returns None if the positions are unknown.
 
@@ -221,12 +223,12 @@ class BasePredictionWriter(Callback):
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
+            # A slice is a view, so cloning frees the padded rows of the batch.
             kept = recursively_apply(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), outputs)
             assert self._leaving is not None
             self._keep(self._leaving.add((dataloader_idx, kept, indices)))
 
     def _keep(self, block: Sequence[tuple[int, Any, list[int] | None]]) -> None:
-        """Store batches that have been copied to the CPU: loader index, predictions and sample indices of each."""
         for loader, prediction, indices in block:
             while len(self._predictions) <= loader:
                 self._predictions.append([])
@@ -247,7 +249,7 @@ class BasePredictionWriter(Callback):
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Callback that writes predictions to files with one row per sample. Each process writes its own files.
+    """Callback that writes predictions to files with one row per sample. Each process writes files of its own.
 
     `predict_step` must return a tensor with one row per sample, or a dict of such tensors, which become the columns. A
     column `index` holds the position of each sample in the order of the loader. With interval `"epoch"`, each process
@@ -286,6 +288,7 @@ class PredictionWriter(BasePredictionWriter):
         super().on_predict_epoch_start(trainer, task)
         if trainer.is_global_zero:
             remove_old(self.output_dir)
+        # No process may write before old files are deleted.
         trainer.accelerator.wait_for_everyone()
 
     def write_on_batch_end(
@@ -298,9 +301,11 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
+        # Processes that share a batch, as in tensor parallelism, must write it only once.
         if trainer.strategy.topology.counts_rows:
             columns = _columns(prediction, batch_indices)
             first = int(columns["index"][0])
+            # Leading zeros, so that sorting by name sorts by index.
             name = f"batch-{first:012d}"
             write(columns, self._folder(trainer, dataloader_idx) / name, self.file_format)
 
@@ -320,7 +325,7 @@ class PredictionWriter(BasePredictionWriter):
 
     @staticmethod
     def read(output_dir: str | os.PathLike[str]) -> dict[str, Tensor]:
-        """Read all prediction files of a folder. Returns a dict from column name to tensor, in the order of the loader.
+        """Read all prediction files of a folder. Returns a dict from column names to tensors, sorted by sample index.
 
         Args:
             output_dir: The folder, or with several loaders the subfolder of one of them.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Stage:
-    """Progress of one pass over batches: a training epoch, or an evaluation.
+    """Progress of one training epoch or one evaluation, as shown by a progress bar.
 
     Attributes:
         title: The text before the numbers.
@@ -74,57 +74,57 @@ class Stage:
 
     @property
     def left_in_all(self) -> list[str]:
-        """The remaining time of the run as a list of one text. Empty if the time is unknown or the run is over."""
         return [f"{_duration(self.left)} left in all"] if self.left else []
 
     @property
     def total(self) -> int | None:
-        """The number of batches of all loaders, or None if unknown."""
+        """The number of batches in all dataloaders of this stage, or None if a loader's length is unknown."""
         total = sum(self.sizes)
         return int(total) if math.isfinite(total) else None
 
     @property
     def all_done(self) -> int:
-        """The number of finished batches of all loaders."""
+        """The number of batches processed so far, over all dataloaders of this stage."""
         before = sum(self.sizes[: self.loader])
         return self.done + (int(before) if math.isfinite(before) else 0)
 
     @property
     def elapsed(self) -> float:
-        """The seconds spent in this stage, excluding inner stages such as a validation."""
+        """The seconds that this stage has taken so far, without nested stages such as a validation."""
         return time.perf_counter() - self.started - self.paused
 
     @property
     def rate(self) -> float:
-        """The number of batches per second in this run, or 0.0 before the first batch."""
+        """The number of batches processed per second, or 0.0 before the first batch."""
         elapsed = self.elapsed
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Exclude the seconds that were spent in an inner stage, such as a validation, from the elapsed time."""
+        """Exclude the given seconds from the elapsed time, because they were spent in a nested stage."""
         self.paused += seconds
         if self.bar is not None:
+            # tqdm computes rates from these times.
             self.bar.start_t += seconds
             self.bar.last_print_t += seconds
 
 
 class Display(Protocol):
-    """Interface of displays that show the progress of training epochs and evaluations."""
+    """Protocol of progress displays. Implementations draw a bar on a terminal or print lines to a file."""
 
     refresh_seconds: float
 
     def open(self, stage: Stage) -> None: ...
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Update the displayed progress of a stage."""
+        """Redraw the progress of a training epoch or evaluation, with the given metric values beside it."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Show the final progress of a stage. The stage may be opened again with another title."""
+        """Draw the final progress of a training epoch or evaluation, with the given metric values beside it."""
 
     def close(self, stage: Stage) -> None: ...
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        """Print text without breaking the display. The default file is the standard output."""
+        """Print text without disturbing the progress bar. The default stream is standard output."""
 
 
 class BarDisplay:
@@ -138,6 +138,7 @@ class BarDisplay:
             stage.bar.set_description(stage.title, refresh=False)
             stage.bar.set_postfix_str("", refresh=False)
             stage.bar.reset(stage.total)
+            # `reset` sets the count to 0, but a resumed epoch begins later.
             stage.bar.initial = stage.bar.n = stage.before
             return
         stage.bar = self._bar_type(
@@ -147,13 +148,14 @@ class BarDisplay:
             leave=not stage.passing,
             position=self._position + stage.depth,
             **self._width(),
+            # The callback decides when to redraw, so tqdm must not skip updates.
             mininterval=0,
             miniters=1,
             file=sys.stdout,
         )
 
     def _width(self) -> dict[str, Any]:
-        """Return the width options of tqdm: the width of the terminal, or 80 columns if the terminal reports none."""
+        """Return tqdm arguments for the bar's width: that of the terminal, or 80 columns if it is unknown."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (AttributeError, OSError, ValueError):
@@ -183,7 +185,7 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """Display for files and pipes: one line at the end of each stage, and one per minute within a long stage."""
+    """Progress display for files and pipes. It prints a line when an epoch or evaluation ends, and one per minute."""
 
     def __init__(self, refresh_seconds: float = 60.0) -> None:
         self.refresh_seconds = refresh_seconds
@@ -221,14 +223,14 @@ class LineDisplay:
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
-    """Return a `BarDisplay` if the output is a terminal or a notebook, else a `LineDisplay`."""
+    """Return a progress bar if the output is a terminal or notebook, else a display that prints lines."""
     if is_terminal() or in_notebook():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
 
 
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Convert metrics to numbers, with one device transfer for all tensors of a device."""
+    """Convert metric values to Python numbers. Tensors on the same device are copied together, to synchronize once."""
     numbers: dict[str, Any] = dict(metrics)
     by_device: dict[torch.device, list[str]] = {}
     for name, value in metrics.items():
@@ -246,7 +248,7 @@ def listed(values: Mapping[str, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number with a nearly constant width, so that the bar does not jump."""
+    """Format a number with nearly constant width, so that the progress bar does not change its length."""
     if isinstance(value, int) or not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -269,12 +271,12 @@ def in_notebook() -> bool:
 
 
 def _bar_type() -> type[tqdm[Any]]:
-    """Return tqdm's bar class, without its monitor thread."""
     base: Any
     if in_notebook():
         from tqdm.auto import tqdm as base
     else:
         from tqdm import tqdm as base
+    # The interval 0 turns off tqdm's monitor thread, which would redraw the bar by itself.
     return type("Bar", (base,), {"monitor_interval": 0})
 
 
@@ -339,12 +341,12 @@ class TQDMProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """True if progress is shown on the main process."""
+        """True unless the bar was turned off, by `disable` or by `refresh_rate=0`."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """True if no progress is shown."""
+        """True if the bar was turned off, by `disable` or by `refresh_rate=0`."""
         return not self.is_enabled
 
     def enable(self) -> None:
@@ -352,12 +354,12 @@ class TQDMProgressBar(Callback):
         self._enabled = True
 
     def disable(self) -> None:
-        """Turn the progress bar off."""
+        """Turn the progress bar off, and remove a bar that is currently shown."""
         self._enabled = False
         self._stop()
 
     def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
-        """Print text above the bar without breaking it.
+        """Print values above the progress bar, or normally if no bar is shown.
 
         Args:
             *args: Values to print.
@@ -372,7 +374,7 @@ class TQDMProgressBar(Callback):
             print_text(text, end="", file=file)
 
     def get_metrics(self, trainer: Trainer, task: Any) -> dict[str, Any]:
-        """Return the values to show beside the batches of an epoch. Override it to show others.
+        """Return the metric values to show next to the progress bar. Override this method to show other values.
 
         It is called on the main process only, each time the bar is drawn.
 
@@ -410,6 +412,7 @@ class TQDMProgressBar(Callback):
     # fit
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        # Metrics that another callback monitors are shown even if they were logged without `prog_bar=True`.
         names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)
         self._monitored = [name for name in dict.fromkeys(names) if isinstance(name, str)]
         batches = trainer.num_training_batches
@@ -418,6 +421,7 @@ class TQDMProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         last = trainer.max_epochs
+        # Epochs are counted from 0, so the last one is `max_epochs - 1`.
         of = f"/{last - 1}" if last is not None and last > 0 else ""
         before = trainer.progress.batches_in_epoch
         epoch = Stage(
@@ -502,7 +506,6 @@ class TQDMProgressBar(Callback):
             self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        """Draw the progress of the innermost stage if its number of batches is a multiple of the refresh rate."""
         stage = self._stage
         if self._display is None or stage.done % self._batches_between:
             return
@@ -520,7 +523,7 @@ class TQDMProgressBar(Callback):
         return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:
-        """Estimate the remaining time of the run from the time so far, including validations."""
+        """Update the estimate of the remaining time of the run, from the time and progress since training began."""
         stage, (began, share) = self._stage, self._began
         if not stage.is_epoch or not began:
             return
@@ -530,7 +533,7 @@ class TQDMProgressBar(Callback):
         stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
     def _end(self, trainer: Trainer) -> None:
-        """Finish the display of the innermost stage, and return to the outer one."""
+        """Finish the bar of the current evaluation, and continue the training epoch's bar if there is one."""
         if self._display is None or not self._stages:
             return
         self._display.finish(self._stage, self._values(trainer))
@@ -538,6 +541,7 @@ class TQDMProgressBar(Callback):
         self._display.close(stage)
         if self._stages:
             self._stage = self._stages[-1]
+            # The validation must not lower the speed that the epoch's bar shows.
             self._stage.pause(time.perf_counter() - stage.started)
 
     def _close_stages(self) -> None:
@@ -553,7 +557,7 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """Return the fraction of the run that is done, from 0 to 1, by the limit that is reached first."""
+    """Return how much of the run is complete, from 0 to 1. The limit that is closest to being reached counts."""
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

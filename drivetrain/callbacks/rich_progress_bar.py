@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def require_rich(owner: str) -> None:
-    """Import rich, or raise `ConfigurationError` if it is not installed.
+    """Import the rich package, or raise `ConfigurationError` if it is not installed.
 
     Importing `rich.style` draws a random number, so the state of Python's random generator is restored.
     """
@@ -37,7 +37,7 @@ def require_rich(owner: str) -> None:
 
 
 def make_console(**options: Any) -> Console:
-    """Return a rich console for the standard output or error. Characters that cannot be encoded are replaced."""
+    """Return a rich console for standard output or standard error that replaces characters it cannot encode."""
     from rich.console import Console
 
     return Console(**{"file": Lenient(sys.stderr if options.get("stderr") else sys.stdout), **options})
@@ -101,7 +101,7 @@ class RichModelSummary(ModelSummary):
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of the parts of a `RichProgressBar`, as rich style definitions.
+    """Styles for the parts of a `RichProgressBar`, given as rich style definitions such as `"bold red"`.
 
     Attributes:
         description: The style of the title.
@@ -164,6 +164,7 @@ class RichProgressBar(TQDMProgressBar):
         super().__init__(
             refresh_rate, leave=leave, refresh_seconds=max(0.1, 1 / refresh_rate if refresh_rate > 0 else 0)
         )
+        # Unlike the base class, `refresh_rate` is a number of redraws per second.
         self._batches_between = 1
         self.theme = theme
         self.console_kwargs = dict(console_kwargs or {})
@@ -176,7 +177,7 @@ class RichProgressBar(TQDMProgressBar):
 
 
 class _Row:
-    """Bar of rich, with the attributes of a tqdm bar that `Stage.pause` changes.
+    """Handle of one bar in a rich display. It has the attributes of a tqdm bar that other code sets.
 
     `number` is the task ID in rich. `start_t` and `last_print_t` have no effect, since rich measures the time itself.
     """
@@ -271,4 +272,5 @@ class RichDisplay:
             TextColumn("{task.fields[speed]}", style=Style.parse(theme.processing_speed), markup=False),
             TextColumn("{task.fields[values]}", style=Style.parse(theme.metrics), markup=False),
         )
+        # The callback redraws the bars itself, so rich needs no thread.
         return Progress(*columns, console=self._console, auto_refresh=False)

@@ -39,6 +39,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
             message[0] = decide()
         except Exception as error:
             raised = error
+            # Only these errors can be created again from their message on other processes.
             message[1] = type(error) if isinstance(error, DrivetrainError) else DrivetrainError
             message[2] = error.message if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
     broadcast_object_list(message)
@@ -54,7 +55,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
 
 
 class StepTimer:
-    """Timer that is due every given number of seconds, at the same step on all processes.
+    """Timer that fires every given number of seconds, at the same training step on all processes.
 
     The clock of the main process decides. The processes do not communicate at each step: they do so about halfway to
     the due time, then halfway through the remaining time, and so on.
@@ -69,11 +70,11 @@ class StepTimer:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the timer was last due, by the clock of this process."""
+        """The seconds since the timer last fired, measured by this process."""
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
-        """Return True if the time of the timer is over. Called by all processes with the same step."""
+        """Return True if the timer's interval has passed. Every process must call this method with the same step."""
         if step < self._ask_at:
             return False
         due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
@@ -86,12 +87,13 @@ class StepTimer:
         due = now - self._since >= self._seconds
         if due:
             self._since = now
+        # Ask again halfway to the due time: few messages at first, and accurate at the end.
         left = self._since + self._seconds - now
         return due, step + max(1, int(left / 2 / max(pace, 1e-6)))
 
 
 class StepInterval:
-    """Interval in optimizer steps, or in another unit such as samples, epochs or time.
+    """Interval at which a callback acts, measured in optimizer steps, samples, tokens, epochs, time or run fractions.
 
     Except for a time, all processes count alike and do not communicate. For a time, the clock of the main process
     decides. An interval in epochs is due at the last step of an epoch. Create it after the counters of a resumed run
@@ -107,6 +109,7 @@ class StepInterval:
         self.steps = every if isinstance(every, int) else 0
         if self._every is not None and self._every.unit is Unit.STEPS:
             self.steps = int(self._every.amount)
+        # A plain number of steps needs no counters: its multiples are due.
         self._crosses = isinstance(every, Duration) or not self.steps
         self._timer: StepTimer | None = None
         if self._every is not None and self._every.unit is Unit.SECONDS:
@@ -116,11 +119,11 @@ class StepInterval:
 
     @property
     def elapsed(self) -> float:
-        """The seconds of the current interval that have passed, for a resumed run. 0 if no time is counted."""
+        """The seconds since the current interval began, to be saved in checkpoints. 0 unless the interval is a time."""
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
-        """Return True if an interval ends at this step.
+        """Return True if the interval ends at this optimizer step. Every process must call this method.
 
         Repeated calls give the same result. Called by all processes.
         """
@@ -131,7 +134,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Return True if a step is known to be due, without communication."""
+        """Return True if the interval is known to end at this step. Needs no communication between processes."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -145,7 +148,7 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """Return the number of intervals that are complete after a step."""
+        """Return how many whole intervals have passed since the run began, including this optimizer step."""
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -153,12 +156,13 @@ class StepInterval:
             return step // self.steps
         count = self._progress.count(every.unit)
         if step > self._progress.global_step:
+            # The counters do not include the current step yet, so its samples and tokens are estimated.
             count += self._current.ahead.get(every.unit, 0)
         return int(count // every.amount)
 
 
 class RunPoint:
-    """Point in a run that is reached after a given duration.
+    """Moment in a run at which a given duration has passed, such as `"10%"` of the run or `"1M samples"`.
 
     Create it after the counters of a resumed run have been restored.
     """
@@ -176,17 +180,18 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """The seconds of the duration that have passed, for a resumed run. 0 if no time is counted."""
+        """The seconds of the duration that have passed, to be saved in checkpoints. 0 unless the duration is a time."""
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed
 
     def has_come(self) -> bool:
-        """Return True once the point of the run is reached. Called by all processes at the same steps."""
+        """Return True once the duration has passed. Every process must call this method at the same steps."""
         if self._timer is None:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
             elapsed = self._timer.elapsed
+            # At the start of an epoch the exact time counts, and one message per epoch is cheap.
             self._has_come = decide_on_main_process(lambda: elapsed >= self._after.amount)
         elif not self._has_come:
             self._has_come = self._timer.is_due(self._progress.global_step)
@@ -197,7 +202,7 @@ class RunPoint:
 
 
 class StepLog:
-    """Schedule of the steps at which a callback logs: every `log_every_n_steps`, or at an interval of its own.
+    """Schedule of a callback's logging: at the Trainer's `log_every_n_steps`, or at an interval of its own.
 
     Attributes:
         every: The interval: a number of steps or a `Duration`.
@@ -217,7 +222,7 @@ class StepLog:
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
-        """Start to count units other than steps, when training starts. Returns this object."""
+        """Prepare to count samples, tokens or time. Called when training starts. Returns this object."""
         trainer = self._trainer
         if not self._is_own:
             self._interval = trainer.tracker_log.step_interval
@@ -226,7 +231,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if values are to be logged at this step. A second call for the same step returns False."""
+        """Return True if the callback should log at this optimizer step. Repeated calls for one step return False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):
@@ -240,7 +245,7 @@ class StepLog:
 
 
 def checked_every(every: Any, owner: str) -> int | Duration | None:
-    """Read the argument `every` of a callback. Raises `ConfigurationError` if it is below one step."""
+    """Return the argument `every` of a callback as a number of steps or a `Duration`, after checking it."""
     if every is None:
         return None
     interval = interval_of(every, f"{owner}.every")
@@ -264,7 +269,7 @@ def check_mode(mode: str, owner: str) -> None:
 
 
 def is_better(value: float, than: float, mode: str) -> bool:
-    """Return True if `value` is better than `than`. NaN is worse than any other value."""
+    """Return True if `value` is a better metric value than `than`. NaN is worse than any other value."""
     if math.isnan(value):
         return False
     if math.isnan(than):
@@ -278,13 +283,15 @@ def monitored_value(metrics: Mapping[str, Any], monitor: str) -> float | None:
 
 
 def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
-    """Return an error message if the sanity check logged a metric whose name is nearly that of `monitor`, else None.
+    """Return an error message if `monitor` looks like a misspelled name of a logged metric, else None.
 
     Metrics that only training or a later validation logs are no typos, so a name without a similar one passes.
     """
+    # The sanity check logs no training metrics, so they cannot be checked.
     if monitor in logged or "train" in monitor:
         return None
     alike = difflib.get_close_matches(monitor, sorted(logged), n=1, cutoff=_TYPO)
+    # `val_loss_1` and `val_loss_2` are two metrics, not a typo.
     if not alike or _without_numbers(alike[0]) == _without_numbers(monitor):
         return None
     return (

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class OwnTime(NamedTuple):
-    """Average time of one process for its own part of a step, in seconds.
+    """Average seconds per step that one process spends before the processes synchronize in the backward pass.
 
     Attributes:
         rank: The rank of the process.
@@ -41,12 +41,12 @@ class OwnTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum of `waiting` and `forward`, in seconds."""
+        """The seconds per step spent waiting for the dataloader and in the forward pass."""
         return self.waiting + self.forward
 
 
 class StragglerMonitor(Callback):
-    """Callback that compares the step times of all processes, and reports the slowest one and its machine.
+    """Callback that compares the step times of all processes and warns about a slow process and its machine.
 
     Processes synchronize in the backward pass, so whole steps take equally long on all of them. The callback compares
     the time before that: waiting for the loader, and the forward pass. At each interval the processes exchange their
@@ -124,6 +124,7 @@ class StragglerMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, task: Task, loss: Tensor) -> None:
         if self._began and self._measures_forward:
+            # Kernels run asynchronously. Without this, only the time to launch them would be measured.
             trainer.strategy.topology.kind.synchronize()
             self._forward += perf_counter() - self._began
         self._began = 0.0
@@ -156,6 +157,7 @@ class StragglerMonitor(Callback):
         if len(self.latest) < 2:
             return
         slowest = max(self.latest, key=lambda each: each.total)
+        # The slowest is left out, since with few processes it would raise the median.
         usual = median(each.total for each in self.latest if each.rank != slowest.rank)
         ratio = slowest.total / usual if usual > 0 else 1.0
         if trainer.loggers:

@@ -70,7 +70,7 @@ The first entry whose name is contained in the device's name applies. Many of th
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
-    """Count the floating-point operations of a forward pass, and of its backward pass if a loss is given.
+    """Return the number of floating-point operations in a forward pass, and in its backward pass if a loss is given.
 
     Args:
         model: The model. On the meta device nothing is computed.
@@ -100,7 +100,7 @@ def measure_flops(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak floating-point operations per second of a device, or None if the chip is unknown."""
+    """Return the peak floating-point operations per second of a device, or None if it is not in the table of chips."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None
@@ -110,7 +110,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Reading(NamedTuple):
-    """Totals of this process at one time.
+    """Snapshot of the amounts that this process has trained on so far, from which rates are computed.
 
     Attributes:
         time: The seconds of training, without validations.
@@ -128,7 +128,7 @@ class Reading(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Callback that logs batches, samples, items such as tokens, and FLOPs per second of training.
+    """Callback that logs the batches, samples, FLOPs and optionally tokens processed per second of training.
 
     Every `log_every_n_steps` steps it logs these values:
 
@@ -227,13 +227,14 @@ class ThroughputMonitor(Callback):
         self._paused_at = perf_counter()
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        # Move the start forward, so that the validation does not count as training time.
         self._started += perf_counter() - self._paused_at
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         self._stop_counting()
 
     def compute(self, world_size: int = 1, data_shards: int | None = None) -> dict[str, float]:
-        """Compute the rates and totals to log. Returns a dict from name to value.
+        """Return the current rates and totals as a dict from metric name to value, ready to be logged.
 
         Args:
             world_size: The number of processes, which are assumed to be as fast as this one.
@@ -256,6 +257,7 @@ class ThroughputMonitor(Callback):
         if world_size > 1:
             shards = world_size if data_shards is None else data_shards
             for name, rate in rates.items():
+                # Every process computes, but a batch that several processes share counts once.
                 values[join(("train", name))] = rate * (world_size if name == "flops_per_sec" else shards)
         if last.flops and self.available_flops:
             values[join(("train", "device", "mfu"))] = rates["flops_per_sec"] / self.available_flops
@@ -285,6 +287,7 @@ class ThroughputMonitor(Callback):
 
 
 def _is_compiled(task: Task) -> bool:
+    # Inside a compiled graph, the counter would not see the operations.
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in task.modules())
 
 

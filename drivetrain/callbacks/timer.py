@@ -70,7 +70,7 @@ class Timer(Callback):
         self._end: float | None = None  # time to stop, by the monotonic clock
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the time when a stage last began, by the monotonic clock, or None if it has not run.
+        """Return when a stage last began, in seconds of `time.monotonic`, or None if it has not run yet.
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.
@@ -78,7 +78,7 @@ class Timer(Callback):
         return self._last.get(stage, (None, None))[0]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the time when a stage last ended, by the monotonic clock, or None if it is running or has not run.
+        """Return when a stage last ended, in seconds of `time.monotonic`. None while it runs or if it never ran.
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.
@@ -86,7 +86,7 @@ class Timer(Callback):
         return self._last.get(stage, (None, None))[1]
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in a stage so far, including runs before a resume.
+        """Return the seconds spent in a stage so far, including the time before a run was resumed.
 
         Args:
             stage: `"train"` (which includes validations during training), `"validate"` or `"test"`.
@@ -103,7 +103,7 @@ class Timer(Callback):
         return self._elapsed[stage] + (time.monotonic() - started if started is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the remaining seconds of the duration, 0 if it is over, or None if there is no duration.
+        """Return how many seconds of `duration` are left, at least 0, or None if no `duration` was given.
 
         Args:
             stage: The stage whose time counts.

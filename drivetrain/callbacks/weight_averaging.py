@@ -62,19 +62,21 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the model's parameters again, so that the next forward pass uses values written to them."""
+        """Look up the model's parameters again. Copies gathered for a forward pass are freed, as they may be stale."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current values of the model to the average. The first values become the average."""
+        """Include the model's current values in the average. The first call copies the values."""
         live = self._live()
         if not self._average:
             self._average = [each.to(self._device or each.device, copy=True) for each in live]
         elif self._avg_fn is not None and self._multi_avg_fn is None:
             for average, value in zip(self._average, live, strict=True):
-                count = torch.full((), self.count, device=average.device)  # filled there: a copy would wait for it
+                # The function receives the count as a tensor, as in `torch.optim.swa_utils.AveragedModel`. It is filled
+                # on the device, because a copy from the host would wait for all queued kernels.
+                count = torch.full((), self.count, device=average.device)
                 average.copy_(self._avg_fn(average, value.to(average.device), count))
         else:
             self._update_together(live)
@@ -83,7 +85,7 @@ class AveragedTensors:
     @torch.inference_mode(mode=False)  # in the inference mode of a validation, torch cannot detach a shard
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the values of the model with the average, on all processes. Does nothing before the first update."""
+        """Exchange the model's values with the average. Does nothing before the first update."""
         if not self._average:
             return
         self.refresh()
@@ -94,13 +96,13 @@ class AveragedTensors:
         self.swapped = not self.swapped
 
     def share_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all processes, since averaged buffers may differ between them."""
+        """Broadcast rank 0's buffers to all processes. Batch norm statistics may differ between them."""
         buffers = self._own_buffers()
         if buffers and self._strategy.topology.environment.is_distributed:
             broadcast(buffers)
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return copies of the trained and of the averaged state dict. Called by all processes."""
+        """Return two copies of the model's state dict, first with trained and then with averaged weights."""
         if self.swapped:
             self.swap()
             own, averaged = self._state(), self._swapped_state()
@@ -110,8 +112,9 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Restore the averaged weights from a state dict. Called by all processes."""
+        """Restore the average and its number of updates from a checkpoint. The model's own weights stay unchanged."""
         own = self._live()
+        # The model itself loads the average, since this also splits it into shards. Its weights are restored below.
         kept = [each.clone() for each in own]
         self._strategy.state.load_model(self._model, averaged)
         self.refresh()
@@ -124,17 +127,18 @@ class AveragedTensors:
         return [*self._weights, *self._own_buffers()]
 
     def _own_buffers(self) -> list[Tensor]:
-        """Return the persistent buffers. They are looked up each time, since a module may replace them."""
         if not self._use_buffers:
             return []
         return [
             local_part(buffer.detach())
+            # Looked up each time, since a module may assign a new tensor to its buffer.
             for module in self._strategy.unwrap(self._model).modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta and name not in module._non_persistent_buffers_set
         ]
 
     def _update_together(self, live: Sequence[Tensor]) -> None:
+        # Tensors of one device and dtype are averaged by a few fused operations.
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for average, value in zip(self._average, live, strict=True):
             averages, values = groups.setdefault((average.device, average.dtype), ([], []))
@@ -144,6 +148,7 @@ class AveragedTensors:
             if self._multi_avg_fn is not None:
                 self._multi_avg_fn(averages, values, torch.full((), self.count, device=device))
             elif averages[0].is_floating_point():
+                # avg + (value - avg) / (n + 1) is the mean of n + 1 values.
                 torch._foreach_lerp_(averages, values, 1.0 / (self.count + 1))
             else:
                 for average, value in zip(averages, values, strict=True):
@@ -225,11 +230,11 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """The number of updates that are in the average."""
+        """The number of times that weights have been added to the average."""
         return 0 if self._average is None else self._average.count
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True if the current weights are to be added to the average. Override it to choose the updates.
+        """Return True if the current weights should be added to the average. Override this method for another rule.
 
         It is called after every optimizer step and after every epoch. The default updates after every step.
 
@@ -258,6 +263,7 @@ class WeightAveraging(Callback):
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
         self._restored = None
         if OWN_STATE in checkpoint:
+            # Training continues from the trained weights. `on_fit_start` restores the average.
             self._restored, checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop(OWN_STATE)
         else:
             logger.warning(f"{type(self).__name__}: the checkpoint contains no average, so averaging starts again.")
@@ -324,8 +330,8 @@ class WeightAveraging(Callback):
 
 
 def _mark_buffers(trainer: Trainer) -> None:
-    """Record the model's current buffers for a checkpoint that is saved during the validation."""
     if trainer.loop is not None:
+        # A checkpoint saved during the validation must hold the buffers that match its weights.
         trainer.loop.batches.snapshot.mark_buffers()
 
 
@@ -424,6 +430,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None and self.schedule is not None:
+            # Decide once per step, since the intervals count their calls.
             if step_idx != self._asked:
                 self._asked, self._answer = step_idx, self._decide(step_idx)
             return self._answer
@@ -434,11 +441,11 @@ class EMAWeightAveraging(WeightAveraging):
         return first_epoch is not None and epoch_idx is not None and epoch_idx >= first_epoch
 
     def _decide(self, step_idx: int) -> bool:
-        """Return True if a step is averaged, for intervals that are not in steps. Called once per step."""
         every, first = self.update_every_n_steps, self.update_starting_at_step
         if isinstance(every, int):
             is_due = step_idx % every == 0
         else:
+            # The step after an interval's end is averaged, so the first step begins the first interval.
             is_due = self._follows_interval
             self._follows_interval = self._interval is not None and self._interval.is_due(step_idx + 1)
         if not isinstance(first, Duration):
@@ -463,7 +470,7 @@ _ANNEALING: dict[str, Callable[[float], float]] = {
 
 
 class StochasticWeightAveraging(Callback):
-    """Callback that averages the weights of the last epochs: stochastic weight averaging (SWA).
+    """Callback that averages the weights of the last epochs, known as stochastic weight averaging (SWA).
 
     The method is that of Izmailov et al. (2018), https://arxiv.org/abs/1803.05407.
 
@@ -545,20 +552,21 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """The number of epochs whose weights are in the average."""
+        """The number of epochs whose weights have been added to the average."""
         return 0 if self._average is None else self._average.count
 
     @property
     def swa_start(self) -> int:
-        """The first averaged epoch, from 0. `sys.maxsize` while it is unknown."""
+        """The index of the first epoch to average, from 0, or `sys.maxsize` while it is still unknown."""
         start = self.swa_epoch_start
         if isinstance(start, Duration):
             return ENDLESS if self._start_epoch is None else self._start_epoch
+        # The argument counts epochs from 1, the result from 0.
         return max((int(self._epochs * start) if isinstance(start, float) else start) - 1, 0)
 
     @property
     def swa_end(self) -> int:
-        """The last averaged epoch, from 0. A number that is never reached if the run has no last epoch."""
+        """The index of the last epoch to average, from 0. In a run without `max_epochs`, it is never reached."""
         return self._epochs - 1
 
     # state
@@ -629,6 +637,7 @@ class StochasticWeightAveraging(Callback):
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
         )
         if _batch_norms(task) and self._epochs != ENDLESS:
+            # One more epoch computes the batch norm statistics of the averaged weights.
             trainer.change_options(max_epochs=self._epochs + 1)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
@@ -658,6 +667,7 @@ class StochasticWeightAveraging(Callback):
             self._begin_statistics(task, average)
 
     def on_gradients_ready(self, trainer: Trainer, task: Task) -> bool | None:
+        # The epoch that computes batch norm statistics must not change the weights: False skips the optimizer step.
         return not self._momenta
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
@@ -684,12 +694,13 @@ class StochasticWeightAveraging(Callback):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
-        """Set the annealed learning rate, and stop the task's schedulers."""
+        """Set the annealed learning rates of an epoch, and stop the task's learning rate schedulers."""
         groups = trainer.optimizers[0].param_groups
         if not self._initial_lrs:
             self._initial_lrs = [float(group["lr"]) for group in groups]
         if trainer.lr_scheduler_configs:
             self._schedulers = list(trainer.lr_scheduler_configs)
+            # A scheduler step would overwrite the annealed learning rate.
             trainer.lr_scheduler_configs.clear()
         done = epoch - self.swa_start
         part = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else min(1.0, float(done))
@@ -699,7 +710,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Load the average into the model, and reset the statistics of its batch norms."""
+        """Load the average into the model, and reset the batch norms, whose statistics this epoch recomputes."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True
@@ -716,7 +727,7 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """Convert `swa_epoch_start` to an epoch (int), a fraction of the run (float) or a `Duration`."""
+    """Convert `swa_epoch_start` to an epoch number, a fraction of `max_epochs`, or a `Duration` in another unit."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):

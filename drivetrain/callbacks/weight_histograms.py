@@ -97,6 +97,7 @@ class WeightHistograms(Callback):
 
     def _sample(self, tensor: Tensor) -> Tensor:
         flat = local_part(tensor.detach()).reshape(-1)
+        # Rounded up, so that at most `max_values` values remain.
         stride = -(-flat.numel() // self.max_values) or 1
         return flat[::stride].float().cpu()
 

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint found in a directory.
+    """A complete checkpoint that was found in a directory, with facts from its manifest.
 
     Attributes:
         path: Its directory or URL, or its file in another tool's format.
@@ -42,7 +42,9 @@ class FoundCheckpoint:
 def list_checkpoints(
     root: str | os.PathLike[str], *, storage: Storage | None = None, warn: bool = True
 ) -> list[FoundCheckpoint]:
-    """List the complete checkpoints in a directory, newest first: by step, then by time.
+    """Return the complete checkpoints in a directory, the newest first.
+
+    They are ordered by step, and then by time.
 
     Files are checked by name and size. Their content is not read. Files in another tool's format are included if
     drivetrain wrote them.
@@ -63,6 +65,7 @@ def list_checkpoints(
     if isinstance(storage, LocalStorage):
         checkpoints = [one for one in map(_file_at, storage.files(base)) if one is not None]
     for name in storage.children(base):
+        # Hidden directories belong to saves that are running or were interrupted.
         if name.startswith("."):
             continue
         path = storage.join(base, name)
@@ -113,6 +116,7 @@ def newest_checkpoint(
 
 def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None) -> str | None:
     found = list_checkpoints(root, storage=storage)
+    # Checkpoints that were saved after a NaN or infinite loss are the last resort.
     for one in [each for each in found if each.finite_loss] + [each for each in found if not each.finite_loss]:
         if verify and not _is_whole(one, storage):
             continue
@@ -128,7 +132,7 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """Describe a single drivetrain checkpoint, a directory or a file. Call it on one process.
+    """Return facts about a single drivetrain checkpoint, such as its step. Call it on one process.
 
     Args:
         path: The checkpoint.
@@ -141,7 +145,7 @@ def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = Non
         CheckpointError: There is no complete drivetrain checkpoint.
     """
     found, place = storage_of(path)
-    # A link to a file, such as `last.ckpt`, is as good as the file.
+    # Follow a link to a file, such as `last.ckpt`.
     one = _file_at(os.path.realpath(place)) if isinstance(storage or found, LocalStorage) else None
     return one or _found(place, Checkpoint(place, "size", storage or found).manifest)
 
@@ -159,7 +163,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Find the newest intact checkpoint next to a damaged one, for an error message. Call it on one process."""
+    """Return a sentence for an error message that names the newest intact checkpoint next to a damaged one."""
     found, path = storage_of(directory)
     storage = storage or found
     try:
@@ -173,7 +177,7 @@ def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = No
                 step = "" if one.step is None else f" (step {one.step})"
                 return f" The newest whole checkpoint beside it is {one.path}{step}."
     except (OSError, CheckpointError):
-        return ""  # it must not hide what is wrong
+        return ""  # must not hide the original error
     return " No other checkpoint beside it is whole." if others else ""
 
 
@@ -182,7 +186,7 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 
 def _file_at(path: str) -> FoundCheckpoint | None:
-    """Describe a file in another tool's format that drivetrain wrote, or return None."""
+    """Return facts about a checkpoint file in another tool's format, or None if drivetrain did not write it."""
     file = written_file(path)
     if file is None:
         return None
@@ -190,4 +194,5 @@ def _file_at(path: str) -> FoundCheckpoint | None:
 
 
 def _age(one: FoundCheckpoint) -> tuple[float, float]:
+    # Sorts the newest first. Checkpoints without a step come last.
     return (-one.step if one.step is not None else 1.0, -one.saved_at)

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 Source = tuple[Entry, Callable[[], Iterable[Tensor]]]
-"""What describes a tensor that is to be written, and what reads or computes it: its values in order, in any pieces."""
+"""Description of a tensor to be written, and a function that yields its values in order, in pieces of any size."""
 
 
 def consolidate(
@@ -74,7 +74,9 @@ def consolidate(
     verify: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Export the weights of a checkpoint as plain safetensors files, on one process and one tensor at a time.
+    """Export the weights of a checkpoint as plain safetensors files, one tensor at a time to save memory.
+
+    Call it on one process.
 
     A small model becomes one `model.safetensors`. A larger one becomes files `model-00001-of-0000N.safetensors` with a
     `model.safetensors.index.json`, as on the Hugging Face Hub. Tied weights are written once. Any library that reads
@@ -129,6 +131,7 @@ def consolidate(
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, key in names.items():
+        # A key that occurs again belongs to a tied weight, which is written once.
         if key in first:
             aliases[name] = first[key]
             continue
@@ -147,7 +150,7 @@ def consolidate_shards(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Export weights that FSDP saved as `torch.distributed.checkpoint` shards as plain safetensors files.
+    """Export FSDP weights from `torch.distributed.checkpoint` shards as plain safetensors files.
 
     Only one tensor at a time is in memory.
 
@@ -189,7 +192,7 @@ def save_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Save a state dict as plain safetensors files, split like the files of `consolidate`.
+    """Save a state dict as safetensors files of limited size, with an index if there are several.
 
     Args:
         state_dict: Full tensors by name. Tensors that share memory are written once.
@@ -217,7 +220,7 @@ def save_safetensors(
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
-    """Select the weights of one submodule, and remove its prefix from their names."""
+    """Return the weights of one submodule, under their names within it. None selects all weights."""
     if module is None:
         return dict(weights)
     prefix = f"{module}."
@@ -232,7 +235,7 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
 
 
 def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, str]:
-    """Return the checkpoint key of each tensor of a model, by the tensor's name."""
+    """Return the key of each tensor of a model in the checkpoint's index, by the tensor's name in the model."""
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
         raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
@@ -260,7 +263,7 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
 
 
 def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
-    """Return a source for a checkpoint's tensor that reads it only when it is written."""
+    """Return a tensor's description, and a function that reads it from a checkpoint when it is written."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
@@ -268,9 +271,10 @@ def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | No
 
 
 def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Read a tensor from a checkpoint in blocks, convert it to `dtype`, and yield the blocks."""
+    """Yield the values of a checkpoint's tensor in blocks, converted to `dtype`."""
     own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
+    # Only parts that are split along the first dimension can be written one after the other.
     if not all(chunk.sizes[1:] == described.size[1:] for chunk in chunks):
         whole = torch.empty(described.size, dtype=own)
         checkpoint.read_tensors({key: whole})
@@ -296,7 +300,7 @@ def write_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Write tensors to safetensors files while reading or computing them one by one.
+    """Write tensors to safetensors files, each read or computed when it is written. Return the files.
 
     The files get their final names after all of them are complete.
     """
@@ -315,16 +319,17 @@ def write_safetensors(
         os.makedirs(directory, exist_ok=True)
         with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress) as bar:
             for name, shard in shards.items():
+                # Temporary names, so that an error leaves no incomplete export.
                 written[name] = os.path.join(directory, f".{name}.{token}")
                 storage.write(written[name], _content_of(shard, {**aliases, "format": "pt"}, bar))
-        if len(shards) > 1:  # a tied name is where its tensor is
+        if len(shards) > 1:  # tied names are listed in the files' metadata only
             index = index_of({entry.name: name for name, shard in shards.items() for entry, _ in shard}, total)
             written[_INDEX] = os.path.join(directory, f".{_INDEX}.{token}")
             storage.write(written[_INDEX], [memoryview(index)])
         for name, path in written.items():
             os.replace(path, os.path.join(directory, name))
         for name in os.listdir(directory):
-            if _OURS.match(name) and name not in written:  # of an earlier export, which would be read along with these
+            if _OURS.match(name) and name not in written:  # from an earlier export; it would be read with the new files
                 os.unlink(os.path.join(directory, name))
     except OSError as error:
         raise CheckpointError(
@@ -342,7 +347,6 @@ _OURS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$|^model\.safetensors\
 
 
 def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any]) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file in blocks."""
     ordered = [shard[position] for position in aligned(entry for entry, _ in shard)]
     yield memoryview(layout([entry for entry, _ in ordered], metadata)[0])
     for _, pieces in ordered:
@@ -353,7 +357,10 @@ def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any
 
 
 def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
-    """Distribute weights over files of limited size. Returns the weights of each file, by its Hub file name."""
+    """Distribute weights over files of limited size. Return the weights of each file, by file name.
+
+    Files are named as on the Hugging Face Hub.
+    """
     shards: list[list[T]] = [[]]
     room = limit
     for item, size in zip(items, sizes, strict=True):
@@ -369,12 +376,12 @@ def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str
 
 
 def index_of(files: Mapping[str, str], total: int) -> bytes:
-    """Return the JSON index of sharded weights: the file of each weight, and the total size in bytes."""
+    """Return the JSON index of weights in several files: the file of each weight, and the total size."""
     return encoded({"metadata": {"total_size": total}, "weight_map": dict(files)})
 
 
 def shard_limit(max_shard_size: int | str) -> int:
-    """Convert a maximum file size, a number or text such as `"5GB"`, to bytes."""
+    """Return a maximum file size in bytes, given as a number or as text such as `"5GB"`."""
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
         raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
@@ -382,7 +389,7 @@ def shard_limit(max_shard_size: int | str) -> int:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating-point dtype from its name. Returns None for None."""
+    """Return the floating-point dtype of a name such as `"bf16"`. A dtype or None is returned unchanged."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
@@ -392,14 +399,14 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return _DTYPES[dtype]
 
 
-# Weights by name, wherever they lie: described without reading, read one at a time, over their file where possible
+# Weights by name from any source, which are described without being read
 
 
 _READERS = 4
 
 
 class Weights(Mapping[str, Tensor]):
-    """Mapping from name to CPU tensor that reads each tensor when it is accessed.
+    """Mapping from names to weights. Each CPU tensor is read from its file when it is accessed.
 
     Attributes:
         where: The source of the weights, for error messages.
@@ -424,25 +431,25 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read weights into existing tensors, several in parallel."""
+        """Copy weights into existing tensors by name, several in parallel."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Read one weight into an existing tensor."""
+        """Copy the weight of this name into an existing tensor."""
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the memory-mapped file from which a weight can be used without a copy, and its name there, or None."""
+        """Return the memory-mapped file, and the name in it, for using a weight without a copy. None if impossible."""
         return None
 
     def tied(self) -> dict[str, str]:
-        """Return names that refer to the tensor of another name, mapped to that name."""
+        """Return the names of tied weights, mapped to the name under which each tensor is stored."""
         return dict(self.same)
 
 
 class HeldWeights(Weights):
-    """Weights from tensors that are already in memory."""
+    """Weights from a dict of tensors that are already in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
@@ -456,7 +463,7 @@ class HeldWeights(Weights):
 
 
 class FileWeights(Weights):
-    """Weights from a local safetensors file."""
+    """Weights from a local safetensors file, which is mapped into memory."""
 
     def __init__(self, file: MappedFile) -> None:
         self.where, self._file = file.path, file
@@ -477,7 +484,7 @@ class FileWeights(Weights):
 
 
 class JoinedWeights(Weights):
-    """Weights from several sources."""
+    """Weights from several sources, such as the files that an index lists."""
 
     def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
         self.where, self._parts = where, parts
@@ -496,10 +503,10 @@ class JoinedWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Weights from the shards of a drivetrain checkpoint."""
+    """Weights of one model in a drivetrain checkpoint."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
-        # Hashes are of whole files, and would be computed again for each tensor that is read alone.
+        # A hash covers a whole file, so it is not checked again for every tensor that is read alone.
         self._checked, self._quick = Checkpoint(directory), Checkpoint(directory, verify="size")
         self.where = self._checked.directory
         self._keys = model_keys(self._checked, model)
@@ -520,7 +527,7 @@ class CheckpointWeights(Weights):
         return _later_names(self._keys)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read weights into existing tensors and check the hashes of the files."""
+        """Copy weights into existing tensors by name, and check the hashes of the files that are read."""
         aliases: dict[str, list[Tensor]] = {}
         for name, target in targets.items():
             aliases.setdefault(self._keys[name], []).append(target)
@@ -532,19 +539,20 @@ class CheckpointWeights(Weights):
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
         key, tensors = self._keys[name], self._checked.tensors
         chunks = self._described[key].chunks
+        # A tensor in several parts is not contiguous in memory, and a remote file cannot be mapped.
         if len(chunks) != 1 or not isinstance(self._checked.storage, LocalStorage):
             return None
         path = tensors.path_of(tensors.place_of(key, chunks[0].offsets).file)
         if path not in self._opened:
             self._opened[path] = MappedFile(path)
         file = self._opened[path]
-        # A dtype that the format has no name for is there as bytes.
+        # A dtype that safetensors does not define is stored as bytes, which cannot be used directly.
         as_is = key in file.placed and file.placed[key].entry.dtype == self.entries[name].dtype
         return (file, key) if as_is and file.is_aligned(key) else None
 
 
 class RemoteWeights(Weights):
-    """Weights from a safetensors file on an fsspec file system. Each tensor is read as a byte range."""
+    """Weights from a safetensors file on a remote file system. Only the bytes of needed tensors are read."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.where, self._storage = path, storage
@@ -590,18 +598,18 @@ class RemoteWeights(Weights):
 
 
 def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return names whose tensor also has an earlier name, mapped to that earlier name."""
+    """Return the second and later names of tensors that have several, each mapped to the first name."""
     first: dict[Hashable, str] = {}
     found = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
     return {name: other for name, other in found.items() if name != other}
 
 
 def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the names of tied weights that a file's metadata lists, mapped to the stored name."""
+    """Return the names of tied weights in a file's metadata, mapped to the names of stored tensors."""
     return {name: target for name, target in metadata.items() if target in entries and name not in entries}
 
 
-# Weights as other tools write them: safetensors or torch's own files, one or several with an index
+# Weights in files of other tools: safetensors or torch's format, one file or several with an index
 
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
@@ -609,7 +617,9 @@ _INDEX_NAME = ".index.json"
 
 
 def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: int | None = None) -> Weights:
-    """Open weights without reading the tensors. No code from a file is executed.
+    """Return a mapping of the weights in a file, directory, checkpoint, URL or dict, read on access.
+
+    No code from a file is executed.
 
     Args:
         source: A `.safetensors` file, a file of `torch.save`, an index of several files, a directory with one of these,
@@ -635,7 +645,7 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
             path = storage.join(path, found)
         if is_local and not os.path.isfile(path):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.stat(path)  # raises what else keeps it from being seen
+                os.stat(path)  # raises other errors, such as a missing permission
             raise CheckpointError(f"There is no file {path}.")
         if not path.endswith(".json"):
             return _open_file(storage, path)
@@ -646,7 +656,7 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
     for name, file in parts.items():
         if name not in opened[file]:
             raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
-    # All weights of the files, and each that the index names from the file that it names.
+    # Weights that the index does not list are included; all others come from the file that it names.
     every = {name: each for each in opened.values() for name in each}
     return JoinedWeights(every | {name: opened[file] for name, file in parts.items()}, path)
 
@@ -662,7 +672,7 @@ def _open_file(storage: Storage, path: str) -> Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read all weights of a file or a directory as CPU tensors. No code from a file is executed."""
+    """Return all weights of a file or directory as CPU tensors by name. No code from a file is executed."""
     weights = open_weights(path)
     read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
     weights.fill(read)
@@ -670,7 +680,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(content: bytes, path: str) -> dict[str, str]:
-    """Parse a weight index. Returns the file that holds each weight, by the weight's name."""
+    """Return the name of the file that holds each weight, from the JSON content of a weight index."""
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
@@ -679,23 +689,28 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
     if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
         raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
     for file in parts.values():
+        # Plain names only, so that an index cannot make the reader open other files.
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
             raise CheckpointError(f"{path} lists {file!r}. It may list only files in its own directory.")
     return parts
 
 
 def _choose(names: list[str], directory: str) -> str:
-    """Return the name of the file in a directory that holds its weights or lists them, or a checkpoint's manifest."""
+    """Return the name of the file from which the weights in a directory are read.
+
+    This can be a file of weights, an index, or a checkpoint's manifest.
+    """
     for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
         if name in names:
             return name
+    # Under other names, there must be one file or one index only.
     alone = [name for name in names if name.endswith((".safetensors", _INDEX_NAME))]
     if len(alone) == 1:
         return alone[0]
     indices = [name for name in alone if name.endswith(_INDEX_NAME)]
     if len(indices) == 1:
         return indices[0]
-    if MANIFEST in names:  # which cannot be read, or is damaged
+    if MANIFEST in names:  # a damaged checkpoint: opening it raises an error
         return MANIFEST
     raise CheckpointError(
         f"There are no weights in {directory}: expected {SAFE} or {TORCH}, or parts of one with its {_INDEX_NAME[1:]}."
@@ -705,7 +720,7 @@ def _choose(names: list[str], directory: str) -> str:
 def save_pickled_weights(
     weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str
 ) -> list[str]:
-    """Save weights with `torch.save`, as `pytorch_model.bin` or as several files with an index.
+    """Save weights with `torch.save` as `pytorch_model.bin`, or as several files with an index.
 
     Args:
         weights: Tensors by name.
@@ -720,7 +735,7 @@ def save_pickled_weights(
     shards = named_shards(weights, sizes, shard_limit(max_shard_size), TORCH)
     os.makedirs(directory, exist_ok=True)
     for file, names in shards.items():
-        # A view would take its whole storage along.
+        # torch.save writes the whole storage of a view, so a copy is saved.
         torch.save({name: weights[name].clone() for name in names}, os.path.join(directory, file))
     if len(shards) > 1:
         index = index_of({name: file for file, names in shards.items() for name in names}, sum(sizes))
@@ -729,13 +744,14 @@ def save_pickled_weights(
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add the names of tied weights, which files store once, to a dict of weights.
+    """Return a dict of weights with all names of tied weights, which files store under one name only.
 
     Args:
         model: The unwrapped model, which defines the ties.
         weights: Tensors by name.
     """
     names: dict[int, list[str]] = {}
+    # Without duplicates removed, a tied parameter is listed under each of its names.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     filled = dict(weights)
@@ -746,11 +762,11 @@ def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str
     return filled
 
 
-# Weights into a model whose tensors are sharded over processes, or that one process sends to the others
+# Loading into a sharded model, or with rank 0 as the only process that reads
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True if a tensor is sharded over several processes."""
+    """Return True if a tensor is a `DTensor`, which is sharded over several processes."""
     return isinstance(tensor, DTensor)
 
 
@@ -763,7 +779,7 @@ def load_over_processes(
     broadcast: bool,
     keep_in_fp32: Collection[str] = (),
 ) -> None:
-    """Load weights into a model on all processes. Call it on each of them.
+    """Load weights into a model, which may be sharded. All processes must call the function.
 
     Args:
         model: The model. Its parameters have memory and may be sharded.
@@ -795,6 +811,7 @@ def load_over_processes(
             to = dtype_of(name, wanted[name].dtype if name in wanted else None)
             weights[name] = weight.to(to) if weight.is_floating_point() else weight
     if dtype is not None:
+        # Change the model's dtypes first, because loading copies into the existing tensors.
         held = chain(model.named_parameters(), model.named_buffers())
         targets = {id(tensor): dtype_of(name, None) for name, tensor in held if tensor.is_floating_point()}
         model._apply(lambda tensor: tensor.to(targets[id(tensor)]) if id(tensor) in targets else tensor)  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from drivetrain.checkpoint.save import PendingSave
 
-# The module and class of each format, in the order in which they are asked.
+# Module and class of each format, in the order in which they are tried.
 _FORMATS = {
     "lightning": "drivetrain.compat.formats.lightning_file:LightningFormat",
     "accelerate": "drivetrain.compat.formats.accelerate:AccelerateFormat",
@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Facts about a run that drivetrain recorded in a file of another tool's format.
+    """Facts about a run, such as its step, that drivetrain recorded in a file of another tool's format.
 
     Attributes:
         world_size: The number of processes that wrote the file.
@@ -52,7 +52,7 @@ class WrittenFile:
 
 
 class CheckpointFormat:
-    """Base class of checkpoint formats: how to recognize, read and write checkpoints.
+    """Base class for checkpoint formats of other tools, which drivetrain recognizes, reads and writes.
 
     To save a Trainer's checkpoints in another format, derive a class and return an instance from
     `Trainer.checkpoint_format`. `save` and `content` are called on all processes, all other methods on one.
@@ -69,10 +69,10 @@ class CheckpointFormat:
     keeps_objects: bool = False
     shown_to_hooks: Callable[[dict[str, Any]], AbstractContextManager[dict[str, Any]]] = nullcontext
 
-    # checkpoints that are there
+    # existing checkpoints
 
     def recognises(self, source: Any) -> bool:
-        """Return True if a path, an opened file or its content may have this format.
+        """Return True if a path, an opened file or its content seems to have this format.
 
         Args:
             source: The local path, the opened file or the content.
@@ -86,11 +86,11 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint. Arguments and result are those of `read_foreign`."""
+        """Return the shared state in a checkpoint, and one process's own state or None. See `read_foreign`."""
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return what drivetrain recorded in a file, or None if drivetrain did not write it.
+        """Return the facts about a run in a file that drivetrain wrote, or None if another program wrote it.
 
         Args:
             path: The local file. Links are not allowed.
@@ -109,7 +109,7 @@ class CheckpointFormat:
         overwrite: bool,
         progress: bool,
     ) -> list[str] | None:
-        """Export the weights of a checkpoint like `consolidate`. Returns the files, or None if it holds no weights.
+        """Export a checkpoint's weights as safetensors files. Return the files, or None if it has no weights.
 
         Args:
             source: The local path of the checkpoint.
@@ -126,7 +126,7 @@ class CheckpointFormat:
     # the checkpoints of a Trainer's run
 
     def save(self, trainer: Any, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
-        """Save a checkpoint of a Trainer's run.
+        """Save a checkpoint of a Trainer's run in this format.
 
         Args:
             trainer: The Trainer.
@@ -144,7 +144,7 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): it is only read.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of a checkpoint that must not be read from its path in the usual way, else None.
+        """Return the content of a checkpoint that needs a special way of reading, or None for the usual way.
 
         Args:
             path: The checkpoint's path.
@@ -152,7 +152,7 @@ class CheckpointFormat:
         return None
 
     def remove(self, path: str) -> None:
-        """Remove a checkpoint, or a link to one.
+        """Remove a checkpoint. If the path is a link, only the link is removed.
 
         Args:
             path: The path.
@@ -167,7 +167,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if a save may overwrite an earlier checkpoint of the same run at this path.
+        """Return True if a save may overwrite an earlier checkpoint of the run at this path.
 
         Args:
             path: The path.
@@ -179,7 +179,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if a checkpoint in this directory can get a second name by a link, instead of a second save.
+        """Return True if a second name for a checkpoint can be a link, so that it is not written twice.
 
         Args:
             directory: The directory or URL.
@@ -188,7 +188,7 @@ class CheckpointFormat:
 
 
 def find_format(name: str) -> CheckpointFormat:
-    """Return the checkpoint format of this name.
+    """Return the checkpoint format with a given name, as in `Trainer.save_checkpoint(format=name)`.
 
     Raises:
         ConfigurationError: The name is unknown, or the format is not part of this installation.
@@ -207,19 +207,19 @@ def find_format(name: str) -> CheckpointFormat:
 
 
 def has_format(name: str) -> bool:
-    """Return True if this installation includes the format."""
+    """Return True if this installation of drivetrain includes the checkpoint format of this name."""
     return _is_there(_FORMATS[name].partition(":")[0])
 
 
 def formats() -> Iterator[CheckpointFormat]:
-    """Iterate over the formats of this installation. Each is imported only when the iteration reaches it."""
+    """Iterate over the checkpoint formats of this installation. Each one is imported when it is reached."""
     return (find_format(name) for name in _FORMATS if has_format(name))
 
 
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the folder that it is in
+    except ModuleNotFoundError:  # its package is missing too
         return False
 
 
@@ -229,7 +229,7 @@ def read_foreign(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read a checkpoint of another tool on one process. No code from it is executed.
+    """Read a checkpoint in another tool's format, on one process and without executing code from it.
 
     Args:
         path: A local file or directory, an opened file, or its content.
@@ -263,14 +263,17 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return what drivetrain recorded in a file of another tool's format, or None. Weights are not read."""
+    """Return the facts about a run that drivetrain recorded in a file of another tool's format, or None.
+
+    Weights are not read.
+    """
     if os.path.islink(path) or not os.path.isfile(path):
         return None
     return next((found for each in formats() if (found := each.written(path)) is not None), None)
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Return True if drivetrain wrote a checkpoint. No other file or directory is ever removed.
+    """Return True if drivetrain wrote the checkpoint at a path. Other files are never removed or replaced.
 
     A directory must have a `MANIFEST.json` of this format, even a damaged one. A file in another tool's format must
     have an entry of drivetrain.
@@ -285,7 +288,9 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
 
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
-    """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
+    """Remove a drivetrain checkpoint. Call it on one process.
+
+    If it is interrupted, no incomplete checkpoint is left under the old name.
 
     Only drivetrain checkpoints, and links to them, are removed (see `is_checkpoint`).
 
@@ -310,15 +315,19 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
         raise CheckpointError(f"{path} could not be removed: {error}.") from error
 
 
-# The keys of callbacks' states, which other tools spell in another way
+# Keys of callbacks' states, which other tools spell differently
 
 _TIME = re.compile(r"datetime\.timedelta\(([\w=, ]*)\)")
 
 
 def key_here(key: str) -> str:
-    """Convert a callback key `Name{'argument': value}` to `Name(argument=value)`. Others stay as they are."""
+    """Convert a callback's key from another tool's spelling: `Name{'argument': 1}` to `Name(argument=1)`.
+
+    Other keys are returned unchanged.
+    """
     name, brace, rest = key.partition("{")
     try:
+        # literal_eval accepts literals only, so that a key cannot run code.
         found = ast.literal_eval(_TIME.sub(_seconds, brace + rest)) if brace else None
     except (ValueError, SyntaxError, TypeError):
         return key

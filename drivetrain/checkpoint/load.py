@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Differences between requested tensors and those of a checkpoint, by path.
+    """Differences between the requested tensors and those in a checkpoint.
 
     Attributes:
         missing: Requested tensors that the checkpoint does not hold.
@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if there are no differences."""
+        """True if there are no differences between the requested tensors and those in the checkpoint."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """A complete checkpoint that is open for reading.
+    """A complete checkpoint, opened for reading.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -79,17 +79,21 @@ class Checkpoint:
         self._storage = storage or found
         self._hashes = verify == "hash"
         if isinstance(self._storage, LocalStorage):
+            # An interrupted save may have moved the only complete checkpoint aside.
             self.directory = replaced_beside(self.directory) or self.directory
         self.manifest: Manifest = read_manifest(self._storage, self.directory)
         self.tensors = SafetensorsReader(self._storage, self.directory, self.manifest, self._hashes)
 
     @property
     def storage(self) -> Storage:
-        """The storage that holds the checkpoint."""
+        """Storage that contains the checkpoint, such as a local file system."""
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Read one of the checkpoint's JSON files. The result refers to tensors by key (see `pack`)."""
+        """Return the content of one of the checkpoint's JSON files, in which tensors are named by key.
+
+        See `pack`.
+        """
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         return entries_of(packed, path)
@@ -97,7 +101,7 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read the state that is equal on all processes.
+        """Read the state that is equal on all processes, such as models and optimizers.
 
         Args:
             only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.
@@ -127,7 +131,7 @@ class Checkpoint:
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Check the SHA-256 of files.
+        """Raise an error if the SHA-256 of a file differs from the manifest.
 
         Args:
             names: The files to check. None checks all, and also the structure of the index and the JSON files.
@@ -139,6 +143,7 @@ class Checkpoint:
             partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name])
             for name in (self.manifest.files if names is None else names)
         ]
+        # Hashing is limited by the processor, so all cores are used.
         run_parallel(jobs, workers=os.cpu_count() or 1)
         if names is None:
             self.tensors.check_headers()
@@ -146,7 +151,7 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """Return the tensor keys of a packed tree, after checking that the index holds them all."""
+        """Return the keys of the tensors in a JSON-encoded state. Raise an error if the index lacks one."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -156,22 +161,23 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild a packed tree. Tensors are read into the given targets, or into new tensors."""
+        """Rebuild a JSON-encoded state. Tensors are read into the given targets, or into new tensors."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
             one = described[key]
             target = targets.get(key)
+            # A target of another shape is not filled; the state then contains a new tensor.
             fits = target is not None and target.shape == one.size
             tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
-        # One on the meta device stands for what a peer holds, and reads.
+        # Tensors on the meta device are held and read by another process.
         self.read_tensors({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
         path = self.tensors.path_of(name)
         tree: dict[str, Any] = unpack(packed, tensors.__getitem__, path)
         return tree
 
     def read_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors from the checkpoint.
+        """Fill the given tensors with values from the checkpoint.
 
         Args:
             tensors: The tensors to fill, by their key in the checkpoint's index. They may be sharded.
@@ -186,10 +192,11 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors to fill, by key, and separately the tied ones that the file stores under another key."""
+        """Return the tensors to fill, by key, and a list of tied tensors that are stored under another key."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []
+        # Tensors that were tied when they were saved are stored once, but may be separate here, as shards are.
         for path, target in list(targets.items()):
             key = None if path in described else key_at(packed, path)
             if key in described and key in targets and described[key].size == target.shape:
@@ -199,6 +206,7 @@ class Checkpoint:
     def _compare(self, packed: Any, targets: dict[str, Tensor], into: Mapping[str, Any]) -> LoadReport:
         described = self.tensors.tensors()
         heads = tuple(f"{key}/" for key in into)
+        # Only the entries that were requested can have tensors left over.
         saved = [key for key in self._keys(packed, SHARED_FILE) if key.startswith(heads)] if heads else []
         return LoadReport(
             [key for key in targets if key not in described],
@@ -212,14 +220,14 @@ class Checkpoint:
 
 
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """Return the entries of a checkpoint's JSON file. Raises an error if it is not a packed dict."""
+    """Return the entries of a checkpoint's JSON file. Raise an error if the content is not a dict."""
     if type(tree) is not dict or is_tagged(tree):
         raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
     return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Compare the tensors of two flat state dicts, for example those of a model and of a checkpoint.
+    """Compare the names and shapes of the tensors in two flat state dicts, such as a model's and a saved one.
 
     Args:
         wanted: The state dict to be filled.
@@ -240,7 +248,7 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Select entries of a packed state, by key or by the path of a nested entry."""
+    """Return selected entries of a JSON-encoded state, by key or by a path such as `engine/models`."""
     part: dict[str, Any] = {}
     for path in only:
         head, _, rest = path.partition("/")

@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a checkpoint's manifest.
+    """Content of a checkpoint's `MANIFEST.json`, which lists all other files of the checkpoint.
 
     Attributes:
         files: Size and SHA-256 of every other file of the checkpoint, by name.
@@ -41,7 +41,7 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """Return the file's content: canonical JSON that includes a checksum of itself."""
+        """Return the manifest as the content of its file: JSON with a checksum of itself."""
         content = {
             "format": FORMAT,
             "version": self.version,
@@ -56,13 +56,14 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Parse the content of a manifest file. `where` is its path, for error messages."""
+        """Parse the content of a manifest file. `where` is the file's path for error messages."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise DamagedCheckpointError(f"{where} is not the manifest of a drivetrain checkpoint.")
             version = content["version"]
             content.pop("checksum", None)
+            # The whole text is compared, so that only one spelling of the content is accepted.
             if raw != _spelled({**content, "checksum": hashlib.sha256(_spelled(content)).hexdigest()}):
                 raise DamagedCheckpointError(f"{where} is damaged: its content does not match its checksum.")
             if version not in _READERS:
@@ -79,6 +80,7 @@ class Manifest:
 def _read_version_1(content: dict[str, Any]) -> Manifest:
     files = {name: FileDigest(one["size"], one["sha256"]) for name, one in content["files"].items()}
     for name, digest in files.items():
+        # A name must not lead to files outside of the checkpoint.
         if not _is_inside(name):
             raise ValueError(f"it lists {name!r}, which is no name of a file within the checkpoint")
         if not (_is_count(digest.size) and isinstance(digest.sha256, str) and _SHA256.fullmatch(digest.sha256)):
@@ -99,20 +101,21 @@ _DATA = re.compile(rf"{DATA_FOLDER}[0-9a-zA-Z]+")
 
 
 def _is_count(value: Any) -> bool:
+    # Not isinstance, which would accept True and False.
     return type(value) is int and 0 <= value < 2**63
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if `name` is a relative path that stays within its directory."""
+    """Return True if a relative path stays within its directory, so that a manifest may list it."""
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
-# A reader for every version ever written.
+# One reader for each version of the format that has been released.
 _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """Read a checkpoint's manifest, and check that all listed files exist with the listed sizes."""
+    """Return a checkpoint's manifest, after checking that all its files exist and have the listed sizes."""
     path = storage.join(directory, MANIFEST)
     found = storage.sizes(directory)
     try:
@@ -147,10 +150,11 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
         if found[name] != digest.size:
             raise DamagedCheckpointError(f"{path} has {found[name]} bytes, but {MANIFEST} says {digest.size}.")
     for name in sorted(found):
+        # Other files are an error, except those of other saves on a remote file system.
         if name in listed or name == MANIFEST:
             continue
         if manifest.data and name.startswith(DATA_FOLDER) and not name.startswith(f"{manifest.data}/"):
-            continue  # a write that was broken off, or one under way
+            continue  # of a save that was interrupted or is still running
         raise DamagedCheckpointError(
             f"{storage.join(directory, name)} does not belong to the checkpoint: {MANIFEST} does not list it. "
             "Remove it if you put it there."
@@ -158,7 +162,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Return True if a directory contains a manifest of this format, even a damaged one."""
+    """Return True if a directory contains a drivetrain manifest, even a damaged one."""
     path = storage.join(directory, MANIFEST)
     try:
         content = decoded(storage.read(path), path)
@@ -168,26 +172,29 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
-    """Raise a `CheckpointError` if a directory contains no manifest of this format."""
+    """Raise a `CheckpointError` if a directory contains no drivetrain manifest."""
     if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
-    """Raise an error if `directory` contains other data than a checkpoint, so that a save does not overwrite it."""
+    """Raise an error if there is something at a path that is not a checkpoint.
+
+    A save must not overwrite such data.
+    """
     if not storage.exists(directory) or storage.is_link(directory):
         return
     try:
         check_is_checkpoint(storage, directory, "is not replaced by a checkpoint")
     except CheckpointError:
-        # A remote write that was broken off leaves a folder of data.
+        # An interrupted save to a remote file system leaves data folders only, which may be replaced.
         is_free = all(name.startswith(DATA_FOLDER) for name in storage.sizes(directory))
         if not (is_free and storage.is_directory(directory)):
             raise
 
 
 def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: str) -> bytes:
-    """Read a small file of a checkpoint and check its SHA-256."""
+    """Return the content of a small file of a checkpoint, after checking its SHA-256."""
     path = storage.join(directory, manifest.data, name)
     if name not in manifest.files:
         raise DamagedCheckpointError(f"{path} is missing: {MANIFEST} does not list it.")
@@ -200,7 +207,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise an error if a file's size or hash differs from the manifest."""
+    """Raise an error if the size or hash of a file differs from what the manifest lists."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
@@ -212,13 +219,13 @@ def _spelled(content: dict[str, Any]) -> bytes:
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True).encode() + b"\n"
 
 
-# How the state of a run is laid out in a checkpoint, and how earlier versions laid it out
+# Structure of a run's state in a checkpoint, in this and in earlier versions
 
 
 LOSS_IS_FINITE = "loss_is_finite"
-"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
+"""Entry of the shared state, or of its `driver`, that is False if a loss before the save was NaN or infinite."""
 
-# an earlier Trainer's name for a part of the engine -> its name now
+# entry written by an earlier Trainer -> current name of the entry in `engine`
 _OF_A_TRAINER = {
     "optimizer_states": "optimizers",
     "lr_schedulers": "schedulers",
@@ -229,7 +236,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Paths of the models' and optimizers' states within a checkpoint.
+    """Paths within a checkpoint's state at which the states of models and optimizers are stored.
 
     Attributes:
         models: The path of the models' states.
@@ -242,7 +249,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Arrange states as the checkpoint arranges them, to pass them as targets of a read."""
+        """Nest states of models or optimizers as in the checkpoint, so that they can be filled from it."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -253,7 +260,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Return the paths of the models and optimizers in a checkpoint with these top-level entries."""
+    """Return where a checkpoint stores models and optimizers, judged by its top-level entries."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:
@@ -262,11 +269,11 @@ def find_places(names: Collection[str]) -> Places:
 
 
 EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
-"""For a reading of the models alone, whatever version wrote them."""
+"""Paths at which any version of drivetrain stores models, for reading only the models."""
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the shared state of a checkpoint of any version to the current schema. Values are not changed.
+    """Convert a checkpoint's shared state, written by any version, to the current structure of entries.
 
     Args:
         shared: All or some top-level entries of a checkpoint, packed or not.
@@ -291,6 +298,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
                 engine[now] = driver.pop(before)
         if "loader" in driver:
             position = driver.pop("loader")
+            # The position of a CombinedLoader contains those of its loaders.
             combined = isinstance(position, Mapping) and "loaders" in position
             engine["loaders"] = position["loaders"] if combined else [] if position is None else [position]
             if combined:
@@ -303,7 +311,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert one process's own state, from a checkpoint of any version, to the current schema."""
+    """Convert one process's own state, written by any version, to the current structure of entries."""
     if "engine" in own:
         return dict(own)
     return {

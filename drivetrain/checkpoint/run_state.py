@@ -32,7 +32,7 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Save a checkpoint. Call it on all processes. It first waits for a save that is still running.
+    """Save a checkpoint of a run, after a save that is still running. Call it on all processes.
 
     Args:
         directory: The checkpoint's directory or URL. An existing checkpoint is replaced after the new one is complete.
@@ -71,7 +71,7 @@ def load_run_state(
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
-    """Load a checkpoint. Nothing in it is unpickled.
+    """Load the state of a run from a checkpoint. Nothing is unpickled, so no code is executed.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -110,6 +110,7 @@ def load_run_state(
         shared, _ = checkpoint.shared(into, strict, only)
         same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
         own = checkpoint.own(peers.rank) if same_world else None
+        # Files from which tensors were read have been checked already.
         if verify == "hash" and only is None:
             checkpoint.verify(checkpoint.tensors.unread())
         return shared, own
@@ -119,6 +120,7 @@ def load_run_state(
     if failure is not None:
         advice = ""
         if failure.is_damage:
+            # Only rank 0 searches, so that all ranks raise an error with one text.
             found = whole_beside(directory, storage) if peers.is_main else ""
             advice = peers.scatter([found] * peers.size if peers.is_main else None)
         peers.fail(failure, f"The checkpoint {os.fspath(directory)} could not be loaded", advice)
@@ -126,7 +128,7 @@ def load_run_state(
     return result
 
 
-# What a checkpoint holds, without its tensors' values
+# State of a checkpoint without the values of its tensors
 
 
 def describe_run_state(directory: str | os.PathLike[str]) -> Any:
@@ -163,11 +165,11 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     return tree
 
 
-# Checkpoints of this package or of another tool, read alone
+# Reading on a single process, in drivetrain's or another tool's format
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """Return the number of processes that wrote a checkpoint, and a function that reads the own state of one rank.
+    """Return the number of processes that wrote a checkpoint, and a function that reads one rank's state.
 
     Args:
         path: The checkpoint's directory, file or URL.
@@ -209,7 +211,9 @@ def read_shared(
 
 
 def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Convert a checkpoint of another tool: a folder of `save_state`, also with FSDP shards, or a `.ckpt` file.
+    """Convert a checkpoint of another tool to a drivetrain checkpoint.
+
+    The source is a folder of `save_state`, also with FSDP shards, or a `.ckpt` file.
 
     Call it on one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` accept the result. No code from the
     files is executed. Only the main process's random state is kept, for a run of one process. A `.ckpt` file has none.

@@ -17,10 +17,10 @@ from torch import Tensor
 from drivetrain.checkpoint.tree import Entry, Placed, header_length, read_header
 from drivetrain.runtime.errors import CheckpointError
 
-# Python 3.11 has no name for it. Without it, Linux refuses a mapping that is larger than memory and swap.
+# Python 3.11 has no MAP_NORESERVE. Without this flag, Linux refuses a mapping larger than memory and swap.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-# For one call Linux reads no more ahead than the device's read-ahead, and drops the rest of what was asked for.
+# Linux limits each request to the device's read-ahead and ignores the rest, so requests are split.
 _AHEAD = 128 << 10
 
 
@@ -31,7 +31,7 @@ def _whole(raw: Entry, size: int, where: str) -> Placed:
 
 
 class MappedFile:
-    """Memory-mapped safetensors file. Its tensors use the file's pages without a copy.
+    """Safetensors file that is mapped into memory, so that its tensors need no copy.
 
     The file is never modified. An in-place change of a tensor copies the affected pages for this process
     (copy-on-write).
@@ -66,7 +66,7 @@ class MappedFile:
         return self
 
     def check_unchanged(self) -> None:
-        """Raise an error if the file has changed since it was opened."""
+        """Raise an error if the file on disk has changed since it was opened."""
         try:
             found = os.stat(self.path)
             same = (found.st_size, found.st_mtime_ns, found.st_ino) == self._opened
@@ -77,7 +77,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path} {what}, while a model runs from it. Load the model again.")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor over the mapped file, or a copy if its address is not aligned for its dtype."""
+        """Return a tensor that uses the mapped file's memory, or a copy if its address is not aligned."""
         place = self.placed[name]
         dtype, shape = place.entry.dtype, place.entry.shape
         if place.entry.nbytes == 0:
@@ -90,15 +90,16 @@ class MappedFile:
         return (flat if aligned else flat.clone().view(dtype)).reshape(shape)
 
     def is_aligned(self, name: str) -> bool:
-        """Return True if `tensor` returns this tensor without a copy."""
+        """Return True if the tensor of this name can use the mapped file's memory without a copy."""
         place = self.placed[name]
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Read a tensor's bytes into a buffer with file reads, not through the mapping."""
+        """Copy the bytes of a tensor into a buffer, with ordinary reads of the file."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
+            # Ordinary reads do not add pages of the file to this process's memory.
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(position)
                 while len(target):
@@ -110,19 +111,20 @@ class MappedFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def will_need(self, start: int, end: int) -> None:
-        """Ask the operating system to read a part of the file ahead in the background."""
+        """Ask the operating system to read a byte range of the file ahead in the background."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             for position in range(start, end, _AHEAD):
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
-        """Release the memory pages of a part of the file. They are read again at the next use."""
+        """Release the memory pages of a byte range. They are read from the file again when they are used."""
+        # Whole pages only, because the others also contain bytes outside of the range.
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE
         if end <= start:
             return
-        # Elsewhere this means something else, or nothing.
+        # On other systems MADV_DONTNEED has another effect, or none.
         if sys.platform == "linux":
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
         if cache and hasattr(os, "posix_fadvise"):
@@ -131,14 +133,15 @@ class MappedFile:
 
 
 def _mapping(file: int) -> mmap.mmap:
-    """Map a file into memory copy-on-write."""
+    """Map a file into memory. Changes stay in this process's memory and never reach the file."""
+    # An empty file cannot be mapped.
     if os.fstat(file).st_size == 0:
         return mmap.mmap(-1, 1)
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     try:
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError:  # a system that counts what could be changed as memory
+    except OSError:  # the system reserves memory for all pages that could be changed
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
 
@@ -147,7 +150,7 @@ _RANGE = "_drivetrain_mapped"
 
 @dataclass(frozen=True)
 class MappedRange:
-    """Byte range of a mapped file that a tensor uses.
+    """Byte range of a mapped file whose memory a tensor uses.
 
     Attributes:
         file: The mapped file.
@@ -161,18 +164,18 @@ class MappedRange:
 
 
 def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Record on a parameter or buffer that it is a tensor of a mapped file."""
+    """Record on a parameter or buffer the byte range of the mapped file that its memory comes from."""
     place = file.placed[name]
     setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
 
 
 def forget_mapped(tensor: Tensor) -> None:
-    """Remove the record of `mark_mapped` from a tensor."""
+    """Remove from a tensor the record that its memory comes from a mapped file."""
     vars(tensor).pop(_RANGE, None)
 
 
 def mapped_range(tensor: Tensor) -> MappedRange | None:
-    """Return the range of a mapped file that a parameter or buffer uses, or None if it has its own memory."""
+    """Return the byte range of a mapped file that a tensor uses, or None if it has its own memory."""
     found = getattr(tensor, _RANGE, None)
     return found if isinstance(found, MappedRange) else None
 
@@ -181,12 +184,13 @@ _changes = attrgetter("_version")  # torch counts the changes in place
 
 
 def times_changed(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place, from torch's version counter."""
+    """Return how many times a tensor has been changed in place. Always 0 for inference tensors."""
+    # Inference tensors have no version counter, and reading it would raise an error.
     return 0 if tensor.is_inference() else int(_changes(tensor))
 
 
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
-    """Merge byte ranges that touch or overlap."""
+    """Return a list in which byte ranges of a file that touch or overlap are merged into one."""
     joined: list[MappedRange] = []
     for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
         last = joined[-1] if joined else None

@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-    # What one process has written: its files, and where each part of a tensor lies.
+    # Files that one process has written, and the position of each part of a tensor.
     Written = tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]
 
 SHARED_FILE = "state.json"
 
 PROCESS_FILE = "process_{}.json"
-"""The file of what is one process's own, by its rank."""
+"""Name of the file with one process's own state, by rank."""
 
 LARGEST_FILE = 2 << 30
-"""Bytes that a file has about at most."""
+"""Approximate maximum size of a file, in bytes."""
 
 Result = TypeVar("Result")
 _GROUP = "checkpoint_group"
@@ -57,12 +57,12 @@ _QUEUE = "save_queue"
 
 logger = get_logger(__name__)
 
-# Several files on one process are hashed on several cores; small ones only cost.
+# Large tensors are split over files so that several cores hash them. Smaller files are not worth it.
 _SMALLEST_SPLIT = 64 << 20
 
 
 class Save:
-    """One save of a checkpoint. Create and run it on all processes.
+    """One save of a checkpoint, which all processes create and run together.
 
     The constructor separates plain values from tensors and decides which process writes which tensor. After `copy`, the
     caller may change the tensors. Without `copy`, it must leave them unchanged until `run` has returned.
@@ -96,7 +96,7 @@ class Save:
         self._items: list[WriteItem] = self._planner.finish_plan(share).items
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
-        """Separate plain values from tensors. Returns this process's plan, which lists its tensors."""
+        """Separate tensors from other values. Return a plan of the tensors that this process can write."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -113,6 +113,7 @@ class Save:
         self._finite_loss = not any(each.get(LOSS_IS_FINITE) is False for each in entries)
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
+        # Tensors on the meta device have no values here, so another process must write them.
         self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
         if lacking := [key for key, tensor in own_tensors.items() if tensor.is_meta]:
             raise _without_values(lacking)
@@ -121,7 +122,7 @@ class Save:
         return self._planner.create_local_plan()
 
     def _share_out(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
-        """Assign tensors to processes on rank 0, so that a replicated tensor is written only once."""
+        """Decide which process writes which tensors, so that each replicated tensor is written only once."""
         shares, metadata = self._planner.create_global_plan(plans)
         if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
             raise _without_values(lacking)
@@ -129,7 +130,10 @@ class Save:
         return [(share, token) for share in shares]
 
     def copy(self) -> None:
-        """Copy this process's tensors, so that training may change the originals. `run` raises any error."""
+        """Copy this process's tensors to host memory, so that training can go on during the save.
+
+        An error is raised later, by `run`.
+        """
         kind = self._state.kind
         pinned = kind.pins_memory and kind.name != "cpu"  # a device copies faster to page-locked memory
         copies: dict[MetadataIndex, Tensor] = {}
@@ -138,25 +142,27 @@ class Save:
                 tensor = self._tensor_of(item)
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                 copies[item.index] = target.copy_(tensor, non_blocking=pinned)
+            # Copies to pinned memory are asynchronous: wait until all have arrived.
             if pinned:
                 kind.synchronize()
         except BaseException as error:
+            # Raised in `run`, where all processes learn of it.
             self._copy_error = error
         self._tensor_of = lambda item: copies[item.index]
-        self._planner.state_dict = {}  # what was copied may go
+        self._planner.state_dict = {}  # drop the references to the original tensors
 
     def run(self) -> None:
-        """Write this process's files, and publish the checkpoint after all processes have written theirs."""
+        """Write this process's files. Once all processes have written theirs, publish the checkpoint."""
         place, self._data = self._storage.place_for(self.directory, self._token)
         failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
-            # Only now: as long as not all have ended, another process may be writing there.
+            # Not earlier: until all processes have ended, one of them may still be writing there.
             for left in filter(None, (place, self._extra)):
                 self._storage.discard(left)
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files. Returns their sizes and hashes, and the position of each tensor in them."""
+        """Write this process's files. Return their sizes and hashes, and the position of each tensor in them."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -176,9 +182,10 @@ class Save:
                 places[item.index] = Place(name, start, entry.nbytes)
 
         if peers.is_main:
-            # First: a place without it may be what a dead run left.
+            # Written first, because a directory without this file looks like the remains of an ended run.
             files[WRITER_FILE] = storage.write(f"{place}/{WRITER_FILE}", [encoded(writer_of(os.getpid()))])
             if self._extra is not None:
+                # Both directories are next to the checkpoint, so the files can be renamed.
                 for name in os.listdir(self._extra):
                     if name != WRITER_FILE:
                         os.rename(os.path.join(self._extra, name), os.path.join(place, name))
@@ -192,7 +199,7 @@ class Save:
     def _publish(
         self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]
     ) -> list[None]:
-        """Write the index and the manifest on rank 0, and rename the checkpoint to its final name."""
+        """Write the index and the manifest on rank 0, and give the checkpoint its final name."""
         storage = self._storage
         files = {name: digest for each, _ in written for name, digest in each.items()}
         places = {index: one for _, each in written for index, one in each.items()}
@@ -200,6 +207,7 @@ class Save:
         found = storage.sizes(place)
         if self._extra is not None:
             assert isinstance(storage, LocalStorage)
+            # Files of hooks are not in `files` yet.
             for name in found.keys() - files:
                 if found[name] == NO_FILE:
                     raise CheckpointError(f"A hook wrote {name} as a link or a device; a checkpoint holds files only.")
@@ -222,13 +230,17 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Distribute a process's tensors over files of similar size. Returns the tensors of each file in file order."""
+    """Distribute this process's tensors over files of similar size, which are written in parallel.
+
+    Returns the tensors of each file, in the order in which they are written.
+    """
     entries = []
     for item in items:
         data = item.tensor_data
         assert data is not None
         chunk = data.chunk
         entries.append(Entry.of_part(item.index.fqn, data.properties.dtype, data.size, chunk.offsets, chunk.sizes))
+    # -(-a // b) divides and rounds up.
     limit = min(LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(entry.nbytes for entry in entries) // WORKERS)))
     files: list[list[tuple[WriteItem, Entry]]] = []
     room = 0
@@ -242,7 +254,7 @@ def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]
 
 
 def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    """Return the checkpoint's index: dtype, shape and file positions of each tensor, by name."""
+    """Return the checkpoint's index, with the dtype, shape and file positions of each tensor."""
     places_of: dict[tuple[str, torch.Size], Place] = {}
     for index, place in places.items():
         assert index.offset is not None
@@ -261,7 +273,9 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a directory in which hooks may write additional files of a checkpoint. Call it on all processes.
+    """Create a temporary directory for additional files that hooks write into a checkpoint.
+
+    Call it on all processes.
 
     Args:
         directory: The checkpoint's directory.
@@ -295,7 +309,7 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
 
 
 class PendingSave:
-    """Handle of a checkpoint save that runs in the background or has finished.
+    """Handle of a checkpoint save, which may still be running in a background thread.
 
     Args:
         directory: The checkpoint's directory.
@@ -316,11 +330,11 @@ class PendingSave:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Return True if the save has finished or failed."""
+        """Return True if the save has ended, with or without an error."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is written.
+        """Wait until the checkpoint has been written to disk, and raise the error of a failed save.
 
         Args:
             timeout: The longest time to wait, in seconds. None waits without a limit.
@@ -334,17 +348,20 @@ class PendingSave:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise the save's error if it has failed. Returns immediately otherwise."""
+        """Raise the error of the save if it has failed, without waiting for the save to end."""
         if self._error is not None:
             self._reported = True
             raise self._error
 
     def claim(self) -> None:
-        """Report an error of this save only from `wait`. `SaveQueue.check` and `finish` then do not raise it."""
+        """Leave it to callers of `wait` to report an error of this save.
+
+        `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
+        """
         self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
-        """Call `callback(self)` when the save has finished or failed, or immediately if it already has.
+        """Call `callback(self)` as soon as the save has ended, with or without an error.
 
         The callback runs in the writing thread, and `wait()` also waits for it. It must not call collectives or
         `wait()`. Exceptions that it raises are logged.
@@ -363,6 +380,7 @@ class PendingSave:
         self._error = error
         while True:
             with self._lock:
+                # A callback may add another one, so repeat until none is left.
                 callbacks, self._callbacks = self._callbacks, []
                 if not callbacks:
                     self._finished.set()
@@ -371,6 +389,7 @@ class PendingSave:
                 self._call(callback)
 
     def _call(self, callback: Callable[[PendingSave], None]) -> None:
+        # An error in a callback must not count as an error of the save.
         try:
             callback(self)
         except Exception:
@@ -378,7 +397,7 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Queue that writes checkpoints one at a time, in a background thread if requested.
+    """Queue in which one checkpoint at a time is written, in a background thread if requested.
 
     Attributes:
         failed: The failed save whose error has not been raised yet, or None.
@@ -395,7 +414,7 @@ class SaveQueue:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save that is currently running in the background, or None."""
+        """Handle of the save that is running in the background, or None."""
         running = self._running
         return running if running is not None and not running.done() else None
 
@@ -411,9 +430,13 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Write a checkpoint after any previous save has finished. Call it on all processes. See `save_run_state`."""
+        """Save a checkpoint after the previous save has ended. All processes must call the method.
+
+        See `save_run_state`.
+        """
         if optimizers is not None:
             warn_ignored("save", "optimizers", optimizers, "Leave it out.", since="0.1.0", removed_in="0.3.0")
+        # One save at a time, because the collectives of two saves would mix.
         self.finish()
         save = Save(directory, shared, own, self._state, step, storage, extra)
         if block:
@@ -422,47 +445,48 @@ class SaveQueue:
         save.copy()
         if not self._waits_at_end:
             self._waits_at_end = True
+            # A running save uses a process group, which must not be destroyed before it has ended.
             self._state.before_leaving(self._wait_quietly)
             atexit.register(_report, weakref.ref(self))
         self._running = pending = PendingSave(save.directory)
-        # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
+        # Not a daemon thread: the interpreter must wait for it. A spawned process would import the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
         return pending
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing. Memory for copies is allocated at the first background save."""
+        """Do nothing. Deprecated, because each background save allocates the memory for its copies."""
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing. A background save has copied all tensors when it returns."""
+        """Do nothing. Deprecated, because all tensors have been copied when a background save returns."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def staging_bytes(self) -> int:
-        """Return 0. No memory for copies is kept between saves."""
+        """Always 0. Deprecated, because no memory for copies is kept between saves."""
         return 0
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
     def release(self) -> None:
-        """Wait until the running save has finished, which also frees its copies."""
+        """Wait until the running save has ended. Deprecated; use `finish`, which also raises the save's error."""
         self._wait_quietly()
 
     @property
     def has_lost(self) -> bool:
-        """True if a background save has failed and its error has not been raised yet."""
+        """True if a background save has failed and its error has not been reported yet."""
         failed = self.failed
         return failed is not None and not failed._reported
 
     def check(self) -> None:
-        """Raise the error of a failed background save, if there is one. Costs almost nothing."""
+        """Raise the error of a failed background save, if there is one, without waiting for a running save."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            if not failed._reported:  # by its own wait(), or by who claimed it
+            if not failed._reported:  # otherwise `wait` has raised the error, or will raise it
                 failed.raise_if_failed()
 
     def finish(self) -> None:
-        """Wait for the running save. Raises its error if it failed and the error has not been raised yet."""
+        """Wait for the running save, and raise its error if it has failed and was not reported yet."""
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
@@ -474,7 +498,7 @@ class SaveQueue:
         try:
             save.run()
         except BaseException as raised:
-            # Noted before it counts as done, so that none finds it done and nothing wrong.
+            # Set before the save counts as done, so that no thread sees it done without its error.
             pending._error = error = raised
             self.failed = pending
         del save
@@ -485,7 +509,7 @@ class SaveQueue:
             self._running._finished.wait()
 
     def report(self) -> None:
-        """Log an error of a background save that has not been raised. Called when the interpreter exits."""
+        """Log the error of a failed background save when the interpreter exits, if it was not reported before."""
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
@@ -498,7 +522,7 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 
 def save_queue(state: PartialState) -> SaveQueue:
-    """Return the process's `SaveQueue`. There is one per process, so that two saves never run at the same time."""
+    """Return the `SaveQueue` of this process. There is only one, so that saves never run at the same time."""
     shared = PartialState.registry()
     if _QUEUE not in shared:
         shared[_QUEUE] = SaveQueue(state)
@@ -506,12 +530,12 @@ def save_queue(state: PartialState) -> SaveQueue:
     return queue
 
 
-# The processes that write or read one checkpoint together, and how they agree
+# Communication between the processes that write or read a checkpoint together
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one process, in a form that the other processes can raise too.
+    """Error of one process as text, which is sent to the other processes so that they raise it too.
 
     Attributes:
         rank: The rank of the process that failed.
@@ -525,7 +549,7 @@ class Failure:
 
 
 class Peers:
-    """All processes of a run, connected by a process group that only checkpoints use.
+    """Group of all processes of a run, with its own communication for saving and loading checkpoints.
 
     Construct it on all processes at the same time.
 
@@ -544,7 +568,7 @@ class Peers:
         self._cause: BaseException | None = None
 
     def gather(self, item: Any) -> list[Any] | None:
-        """Gather one object from each process on rank 0. Returns the list there, and None on other ranks."""
+        """Return a list with one object from each process on rank 0, and None on the other ranks."""
         if self._group is None:
             return [item]
         items: list[Any] | None = [None] * self.size if self.is_main else None
@@ -552,7 +576,10 @@ class Peers:
         return items
 
     def scatter(self, items: list[Any] | None) -> Any:
-        """Send each process its item of a list on rank 0, and return the item."""
+        """Send one item of a list from rank 0 to each process, and return this process's item.
+
+        The other ranks pass None.
+        """
         if self._group is None:
             assert items is not None
             return items[0]
@@ -561,7 +588,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Exchange errors between all processes. Returns the first process's failure, or None if none failed."""
+        """Exchange failures between all processes. Return the first one by rank, or None if no process failed."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -569,7 +596,7 @@ class Peers:
         return next((one for one in failures if one is not None), None)
 
     def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
-        """Run `work` on each process, then `decide` on rank 0 with the list of all results.
+        """Run `work` on each process, and then `decide` with the list of results on rank 0.
 
         Returns this process's item of the list that `decide` returned. If a call failed, all processes get the first
         `Failure`.
@@ -580,13 +607,14 @@ class Peers:
         decided: Any = None
         if results is not None:
             decided = next((one for one in results if isinstance(one, Failure)), None)
+            # Every rank must reach `scatter`, even if `decide` fails, or the other ranks would wait forever.
             decided = decided or self.attempt(lambda: decide(results))
             if isinstance(decided, Failure):
                 decided = [decided] * self.size
         return self.scatter(decided)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
-        """Call `work`. Returns its result, or a `Failure` if it raised, so that other ranks do not hang."""
+        """Return the result of `work()`, or a `Failure` if it raises, so that other ranks do not wait forever."""
         try:
             return work()
         except BaseException as error:
@@ -594,16 +622,16 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise a `CheckpointError` for a process's failure on every process."""
+        """Raise the failure of a process as a `CheckpointError`. All processes must call the method."""
         if self._cause is not None and not isinstance(self._cause, Exception):
-            raise self._cause  # a Ctrl-C stays one
+            raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""
         kind = DamagedCheckpointError if failure.is_damage else CheckpointError
         raise kind(f"{what}: {where}{failure.reason}{advice}") from self._cause
 
 
 def reason_of(error: BaseException) -> str:
-    """Describe an exception in one line for an error message."""
+    """Return a description of an exception in one line, to be used in another error message."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -612,15 +640,19 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective, and raise a `CheckpointError` if a process was lost during the call."""
+    """Call a collective of torch.distributed, and raise a `CheckpointError` if another process was lost."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
+        # torch has no exception of its own for a lost process.
         raise CheckpointError(f"Another process was lost while a checkpoint was written or read: {error}") from error
 
 
 def _own_group(state: PartialState) -> Any:
-    """Return the gloo group of checkpoints. Their collectives must not interleave with those of the training."""
+    """Return the gloo process group that is used for checkpoints only.
+
+    Its collectives must not interleave with those of the training.
+    """
     shared = PartialState.registry()
     if _GROUP not in shared:
         shared[_GROUP] = dist.new_group(backend="gloo")

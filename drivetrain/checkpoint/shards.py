@@ -30,16 +30,17 @@ from drivetrain.checkpoint.storage import BLOCK, WORKERS, FileDigest, Reader, St
 from drivetrain.checkpoint.tree import DTYPES, INDEX, Entry, Place, bytes_of, decoded, takes_bytes
 from drivetrain.runtime.errors import DamagedCheckpointError
 
-# The index of a checkpoint's tensors: where the parts of each lie, checked before anything is read by it
+# Index of a checkpoint's tensors, which is checked before any tensor is read
 
 
+# All dtypes except integers of less than one byte.
 _STORED = {name: dtype for name, dtype in DTYPES.items() if not re.fullmatch(r"u?int[1-7]", name)}
 _LONGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a tensor, as stored in a file.
+    """One part of a tensor, as stored in a file of a checkpoint.
 
     Attributes:
         entry: Its name in the file, its dtype and its shape.
@@ -51,7 +52,7 @@ class Part:
 
 
 class TensorIndex:
-    """Index of all tensors of a checkpoint and of the file positions of their parts.
+    """Index of all tensors of a checkpoint, with the files and byte positions of their parts.
 
     Attributes:
         metadata: The tensors in the form that `torch.distributed.checkpoint` uses.
@@ -67,11 +68,11 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """Return the stored part of a tensor that `index` identifies."""
+        """Return the stored part of a tensor with the given name and offsets."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
-        """Return the parts in each file that holds tensors, without empty parts."""
+        """Return the stored parts of tensors in each file, by file name. Empty parts are left out."""
         found: dict[str, list[Part]] = {}
         for part in self._parts.values():
             if part.place.nbytes:
@@ -85,10 +86,12 @@ class TensorIndex:
         if dtype is None:
             raise self._damaged(key, f"has the dtype {one.get('dtype')!r}, which no tensor of a checkpoint has")
         size = self._numbers(key, one.get("size"), "size")
+        # A damaged size must not overflow torch's 64-bit sizes.
         if math.prod(max(1, length) for length in size) * dtype.itemsize > _LONGEST:
             raise self._damaged(key, f"has the size {size}, which no tensor has")
         chunks = [self._chunk(key, dtype, size, chunk) for chunk in one["chunks"]]
         filled = [chunk for chunk in chunks if chunk.sizes.numel()]
+        # Parts that do not overlap and together have all values cover the tensor exactly.
         pair = _overlapping(filled)
         if pair is not None:
             raise self._damaged(key, f"has two parts for one place, at {_at(pair[0])} and {_at(pair[1])}")
@@ -114,7 +117,7 @@ class TensorIndex:
             raise self._damaged(key, f"cannot lie where it is said to, in {file}")
         part = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         index = MetadataIndex(key, part.offsets)
-        if nbytes or index not in self._parts:  # an empty part may begin where another one does
+        if nbytes or index not in self._parts:  # an empty part may have the offsets of another part
             self._parts[index] = Part(Entry.of_part(key, dtype, size, offsets, sizes), Place(str(file), start, nbytes))
         return part
 
@@ -125,7 +128,10 @@ class TensorIndex:
         return list(values)
 
     def _check_files(self) -> None:
-        """Raise an error if two parts share bytes. Otherwise a small file could expand to a huge amount of memory."""
+        """Raise an error if two parts share bytes of a file.
+
+        Otherwise a small file could expand to a huge amount of memory.
+        """
         ends: dict[str, tuple[int, str]] = {}
         for part in sorted(self._parts.values(), key=lambda one: (one.place.file, one.place.start)):
             place = part.place
@@ -141,7 +147,7 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Raise an error if a file's own header does not match the checkpoint's index."""
+    """Raise an error if the header of a safetensors file does not match the checkpoint's index."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -157,14 +163,14 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
 
 
 def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two parts of a tensor that overlap, or None. Empty parts never overlap."""
+    """Return two parts of a tensor that overlap, or None if there are none. Empty parts never overlap."""
     if len(chunks) < 2:
         return None
-    # Along the dimension that they are spread over most, only few reach beyond the start of the next one.
+    # Sweep along the dimension with the most distinct offsets, where few parts reach beyond the next start.
     dims = range(len(chunks[0].sizes))
     along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
     if along is None:
-        return chunks[0], chunks[1]  # two parts of a number
+        return chunks[0], chunks[1]  # a scalar cannot have two parts
     reaching: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda one: one.offsets[along]):
         reaching = [one for one in reaching if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
@@ -187,7 +193,7 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Reads ranges of a file in ascending order. It hashes the whole file, or skips the bytes in between."""
+    """Open file of a checkpoint that is read in ascending order, and hashed completely if requested."""
 
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
@@ -204,13 +210,14 @@ class FileStream:
     def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
         try:
             if kind is None and self._digest is not None:
+                # The hash covers the whole file, so the rest is read too.
                 self._skip_to(self._listed.size)
                 check_digest(self._path, FileDigest(self._position, self._digest.hexdigest()), self._listed)
         finally:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Read bytes from offset `start` into the buffer `target`."""
+        """Fill a buffer with the bytes that begin at offset `start` of the file."""
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)
@@ -219,6 +226,7 @@ class FileStream:
         if self._digest is None and position != self._position:
             self._file.seek(position)
             self._position = position
+        # With hashing, the bytes in between must be read as well.
         if self._position < position:
             buffer = memoryview(bytearray(min(BLOCK, position - self._position)))
             while self._position < position:
@@ -240,7 +248,10 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Read a range of a file in blocks, without hashing. All blocks use one buffer, so use each before the next."""
+    """Yield a range of a file in blocks, without checking the file's hash.
+
+    All blocks use one buffer, so use each block before the next one is read.
+    """
     buffer = memoryview(bytearray(min(BLOCK, length)))
     with FileStream(storage, path, listed, hashes=False) as stream:
         for done in range(0, length, BLOCK):
@@ -250,7 +261,7 @@ def read_range(storage: Storage, path: str, listed: FileDigest, start: int, leng
 
 
 def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
-    """Hash a file completely and compare the hash with the manifest."""
+    """Raise an error if a file's size or SHA-256 differs from the manifest. The whole file is read."""
     with FileStream(storage, path, listed, hashes=True):
         pass
 
@@ -271,7 +282,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """The index of all tensors. It is read and checked at the first use."""
+        """Index of all tensors of the checkpoint, read and checked on first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
@@ -279,11 +290,11 @@ class SafetensorsReader(StorageReader):
         return self._found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of all tensors, as `torch.distributed.checkpoint` planners expect it."""
+        """Return the metadata of all tensors, in the form that `torch.distributed.checkpoint` uses."""
         return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return dtype, shape and parts of each tensor, by key."""
+        """Return the dtype, shape and parts of each tensor of the checkpoint, by key."""
         return {
             key: one
             for key, one in self.read_metadata().state_dict_metadata.items()
@@ -291,19 +302,19 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Return the file and byte position of the part of a tensor at the given offsets."""
+        """Return the file and byte position of a tensor's part that begins at the given offsets."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:
-        """Return the path of a file that the manifest lists."""
+        """Return the full path of a file of the checkpoint, from its name in the manifest."""
         return self._storage.join(self._directory, self._manifest.data, name)
 
     def unread(self) -> list[str]:
-        """Return the files from which no tensor has been read so far."""
+        """Return the names of the checkpoint's files from which no tensor has been read yet."""
         return [name for name in self._manifest.files if name not in self._read_files]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all tensors of a load plan, several files in parallel."""
+        """Read all tensors of a load plan into their destinations, from several files in parallel."""
         wanted: dict[str, dict[Part, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
             part = self.index.part(item.storage_index)
@@ -312,12 +323,16 @@ class SafetensorsReader(StorageReader):
         self._read_files.update(wanted)
         jobs = [partial(self._read_file, name, parts, planner) for name, parts in sorted(wanted.items())]
         run_parallel(jobs, WORKERS)
+        # The interface requires a future, although everything has been read already.
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Compare the headers of files with the index. Reading tensors checks them as well."""
+        """Raise an error if the header of a file does not match the index. None checks all files.
+
+        Reading tensors makes this check as well.
+        """
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)
@@ -338,6 +353,7 @@ class SafetensorsReader(StorageReader):
 
     def _read_file(self, name: str, wanted: dict[Part, list[ReadItem]], planner: LoadPlanner) -> None:
         path = self.path_of(name)
+        # In file order, because the stream reads forwards only.
         parts = sorted(wanted, key=lambda part: part.place.start)
         with FileStream(self._storage, path, self._manifest.files[name], self._hashes) as stream:
             self._check_header(stream, path, name, parts)
@@ -347,6 +363,7 @@ class SafetensorsReader(StorageReader):
     def _read_part(self, stream: FileStream, found: Part, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, dtype, sizes = found.place, found.entry.dtype, torch.Size(found.entry.shape)
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        # Read into the destination without a copy if it is exactly this part.
         direct = len(items) == 1 and targets[0].shape == sizes and takes_bytes(targets[0], dtype)
         if direct:
             stream.read(place.start, bytes_of(targets[0]))
@@ -361,6 +378,7 @@ class SafetensorsReader(StorageReader):
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 
+    # The other methods of the interface have nothing to do.
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 

@@ -25,35 +25,35 @@ BLOCK = 1 << 20
 """Bytes that are read, hashed and written at once: few enough to stay in the processor's cache in between."""
 
 WORKERS = min(4, os.cpu_count() or 1)
-"""Files that are written or read at once."""
+"""Number of files that are written or read in parallel."""
 
 MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
-"""What the folders begin with that a checkpoint's files lie in where nothing can be renamed."""
+"""Prefix of the folders that contain a checkpoint's files on file systems without atomic renames."""
 
 _AS_IT_IS: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-"""Opens a file for this process alone, and on Windows without changing its line ends."""
+"""Flags of `os.open`: child processes do not inherit the file, and Windows does not convert its line ends."""
 
 NO_FILE = -1
-"""Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
+"""Size that is reported for links and special files. A link could lead anywhere, so it is not followed."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and hash of one file, as listed in a checkpoint's manifest."""
+    """Size and SHA-256 hash of a file, as listed in a checkpoint's manifest."""
 
     size: int
     sha256: str
 
 
 def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
-    """Split a buffer into blocks of at most `size` bytes."""
+    """Yield a buffer in blocks of at most `size` bytes, without copying."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
-    """Run jobs in threads, wait for all of them, and raise the first error.
+    """Run functions in threads, wait until all threads have ended, and raise the first error, if any.
 
     It uses plain threads, because an executor accepts no work after the interpreter has begun to exit. A background
     save must still finish then.
@@ -68,6 +68,7 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
     def work() -> None:
         while not errors:
             try:
+                # list.pop is atomic, so the threads need no lock.
                 job = waiting.pop()
             except IndexError:
                 return
@@ -86,48 +87,48 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 class Reader(Protocol):
-    """Protocol of a file that is open for unbuffered reading."""
+    """Protocol of the open files that `Storage.open` returns."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read bytes into `buffer`. Returns the number of bytes read, which may be less than its size."""
+        """Read bytes into a buffer. Return their number, which may be less than the size of the buffer."""
 
     def seek(self, offset: int, /) -> int:
-        """Continue reading at the given byte offset."""
+        """Move the position of the next read to a byte offset from the start of the file, and return it."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class Storage(ABC):
-    """Base class of file systems on which checkpoints are stored. Paths are strings."""
+    """Base class of the places where checkpoints are stored, such as a local disk. Paths are strings."""
 
     # reading
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size of each file below a directory, by relative path. Empty if the directory does not exist.
+        """Return the size of each file in a directory tree, by relative path. Empty if it does not exist.
 
         Links and other special files have the size `NO_FILE`, and links are not followed.
         """
 
     @abstractmethod
     def open(self, path: str) -> Reader:
-        """Open a file for reading."""
+        """Open a file for reading and return it."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """Return the content of a small file."""
+        """Return the whole content of a small file."""
 
     @abstractmethod
     def children(self, root: str) -> list[str]:
-        """Return the names of the subdirectories of a directory. Empty if it does not exist."""
+        """Return the names of the subdirectories of a directory, or an empty list if it does not exist."""
 
     @abstractmethod
     def is_directory(self, path: str) -> bool:
         """Return True if `path` is a directory."""
 
     def exists(self, path: str) -> bool:
-        """Return True if a file or directory of this path exists."""
+        """Return True if there is a file or directory at `path`."""
         return self.is_directory(path)
 
     def is_link(self, path: str) -> bool:
@@ -135,7 +136,7 @@ class Storage(ABC):
         return False
 
     def resembles_checkpoint(self, directory: str) -> bool:
-        """Return True if a directory contains files of a checkpoint, complete or not."""
+        """Return True if a directory seems to contain a checkpoint, even an incomplete one."""
         names = self.sizes(directory)
         return MANIFEST in names or any("tensors/" in name for name in names)
 
@@ -147,32 +148,38 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Choose the directory in which a checkpoint is written until it is published."""
+        """Return the path at which a new checkpoint is first written, and the name of its folder in the manifest.
+
+        The name is empty if publishing renames the whole directory.
+        """
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create a directory with the given subdirectories, if another process has not created it already."""
+        """Create the directory of a new checkpoint with subdirectories. Existing ones are no error."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write a new file and flush it to disk. Returns its size and hash."""
+        """Write a new file, flush it to disk, and return its size and hash."""
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Write the manifest, and rename a finished checkpoint to its final name, replacing an older one."""
+        """Write the manifest of a finished checkpoint and make it available under its final name.
+
+        An older checkpoint of this name is replaced.
+        """
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Remove a directory that will not be published. Never raises."""
+        """Delete a directory that will not be published, as far as possible."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint. From the first moment on, what remains of it is not recognized as a checkpoint."""
+        """Remove a checkpoint. If this is interrupted, no incomplete checkpoint is left under its name."""
 
     # names
 
     def join(self, *parts: str) -> str:
-        """Join parts of a path."""
+        """Join the parts of a path with slashes, leaving out empty parts."""
         return "/".join(part for part in parts if part)
 
     def parent(self, path: str) -> str:
@@ -185,13 +192,14 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """Storage on a local or shared file system. Checkpoints are written under a temporary name and renamed."""
+    """Storage on a local or shared file system, which writes under a temporary name and then renames."""
 
-    _os: Any = os  # what makes, writes and renames files; a test puts one in its place that fails
+    _os: Any = os  # creates, writes and renames files; tests replace it by one that fails
 
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
         for folder, folders, names in os.walk(directory):
+            # os.walk lists links to directories as folders, and does not follow them.
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
             for name in (*names, *links):
                 path = os.path.join(folder, name)
@@ -201,6 +209,7 @@ class LocalStorage(Storage):
         return found
 
     def open(self, path: str) -> Reader:
+        # Unbuffered, because callers read large blocks.
         return cast(Reader, open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
@@ -215,7 +224,7 @@ class LocalStorage(Storage):
             return []
 
     def files(self, root: str) -> list[str]:
-        """Return the paths of the regular, visible files in a directory. Empty if it does not exist."""
+        """Return the paths of the regular files in a directory, except hidden ones. Empty if it does not exist."""
         try:
             with os.scandir(root) as entries:
                 plain = (each for each in entries if each.is_file(follow_symlinks=False))
@@ -233,7 +242,7 @@ class LocalStorage(Storage):
         return os.path.islink(path)
 
     def resembles_checkpoint(self, directory: str) -> bool:
-        # Anything may be beside checkpoints, and much of it.
+        # The tree is not listed, because a directory next to checkpoints may contain very many files.
         return self.exists(self.join(directory, MANIFEST)) or self.is_directory(self.join(directory, "tensors"))
 
     def modified(self, path: str) -> float:
@@ -253,6 +262,7 @@ class LocalStorage(Storage):
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
         digest, size = hashlib.sha256(), 0
+        # O_EXCL, so that two processes can never write one file.
         descriptor = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
         try:
             for part in parts:
@@ -260,10 +270,12 @@ class LocalStorage(Storage):
                     block = memoryview(part)[start : start + BLOCK]
                     digest.update(block)
                     size += len(block)
+                    # os.write may write only a part of a block.
                     while len(block):
                         block = block[self._os.write(descriptor, block) :]
             self._os.fsync(descriptor)
         except OSError as error:
+            # Errors of os.write do not name the file, which the message needs.
             raise OSError(error.errno, error.strerror or str(error), path) from None
         finally:
             os.close(descriptor)
@@ -274,10 +286,12 @@ class LocalStorage(Storage):
         self.replace(place, directory, token)
 
     def replace(self, place: str, path: str, token: str) -> None:
-        """Rename a complete directory or file to `path`. An existing one is restored if the rename fails."""
+        """Rename a finished directory or file to its final path. If this fails, an older one there is restored."""
+        # Sync the directories before the rename, so that a crash cannot leave an incomplete checkpoint.
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
         parent, name = os.path.split(path)
+        # A rename cannot replace a directory that is not empty, so the old one is moved aside first.
         replaced = os.path.join(parent, f".{name}.{token}.replaced") if os.path.lexists(path) else None
         if replaced is not None:
             self._os.rename(path, replaced)
@@ -289,12 +303,13 @@ class LocalStorage(Storage):
         try:
             self._sync_directory(parent or ".")
         except OSError:
+            # A rename that was not synced could be lost in a crash, so it is undone.
             os.rename(path, place)
             self._put_back(replaced, path)
             raise
         if replaced is not None:
             self.discard(replaced)
-            # And what earlier writes left that failed on their way back as well.
+            # Also remove what earlier, interrupted writes have left.
             for left in self.children(parent or "."):
                 if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]+\.replaced", left):
                     self.discard(os.path.join(parent, left))
@@ -306,7 +321,7 @@ class LocalStorage(Storage):
             os.unlink(place)
 
     def remove(self, directory: str) -> None:
-        # The name goes first: half a checkpoint must not be found under it.
+        # Rename first, so that an interrupted removal leaves no incomplete checkpoint under this name.
         parent, name = os.path.split(directory)
         gone = os.path.join(parent, f".{name}.{os.getpid()}.removed")
         try:
@@ -319,7 +334,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush a file that other code has written to disk. Returns its size and hash."""
+        """Flush a file that other code, such as a hook, has written to disk. Return its size and hash."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)
@@ -335,7 +350,7 @@ class LocalStorage(Storage):
             os.rename(replaced, directory)
 
     def _sync_directory(self, path: str) -> None:
-        if not hasattr(os, "O_DIRECTORY"):  # Windows opens none
+        if not hasattr(os, "O_DIRECTORY"):  # Windows cannot open directories
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -348,7 +363,7 @@ class LocalStorage(Storage):
 
 
 class FsspecStorage(Storage):
-    """Storage on any fsspec file system, such as `s3://` or `memory://`. These cannot rename atomically.
+    """Storage on a file system of fsspec, such as `s3://`, where nothing can be renamed atomically.
 
     Each save writes into a new folder `data-TOKEN`. The checkpoint's `MANIFEST.json` names this folder and is uploaded
     last. This single file makes the checkpoint appear, or replaces an older one.
@@ -368,7 +383,9 @@ class FsspecStorage(Storage):
 
     def sizes(self, directory: str) -> dict[str, int]:
         self._system.invalidate_cache()
+        # fsspec lists paths without their protocol.
         base = self._system._strip_protocol(directory).rstrip("/")
+        # Without the invalidated cache, files that other processes have written could be missing.
         found = self._system.find(base, detail=True)
         return {path[len(base) :].lstrip("/"): int(info["size"]) for path, info in found.items() if path != base}
 
@@ -413,14 +430,16 @@ class FsspecStorage(Storage):
                     digest.update(block)
                     size += file.write(block)
         except BaseException:
+            # Abort an upload, so that no part of the file becomes visible.
             if hasattr(file, "discard"):
                 file.discard()
             file.close()
             raise
-        file.close()  # only now it is there
+        file.close()  # many storages make a file visible only when it is closed
         return FileDigest(size, digest.hexdigest())
 
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
+        # This upload replaces an older checkpoint, whose data folder is removed afterwards.
         self._system.pipe_file(self.join(directory, MANIFEST), manifest)
         for name in self.children(directory):
             if name.startswith(DATA_FOLDER) and name != self.name(place):
@@ -429,13 +448,15 @@ class FsspecStorage(Storage):
     def discard(self, place: str) -> None:
         try:
             self._system.rm(place, recursive=True)
+            # Some file systems keep the empty directory of a checkpoint.
             if not self.sizes(self.parent(place)):
                 self._system.rm(self.parent(place), recursive=True)
         except (OSError, KeyError):
-            pass  # not there, or the storage is gone: then nothing can be removed
+            pass  # it does not exist, or the storage is not available
 
     def remove(self, directory: str) -> None:
         try:
+            # Without its manifest, the rest is not recognized as a checkpoint.
             self._system.rm(self.join(directory, MANIFEST))
             self._system.rm(directory, recursive=True)
         except FileNotFoundError:
@@ -445,12 +466,12 @@ class FsspecStorage(Storage):
 # Which storage a path or URL is on
 
 
-# pathlib makes one slash of two, so a URL that went through a Path is known by one as well.
+# pathlib turns `s3://` into `s3:/`, so a single slash is accepted too.
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage for a path or URL, and the path in the form that this storage expects."""
+    """Return the storage that a path or URL is on, and the path in the form that this storage expects."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
@@ -463,7 +484,7 @@ def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     return FsspecStorage(url), url
 
 
-# Who writes, so that what dead runs left behind is distinguished from what a live one is writing
+# Identity of writing processes, which tells files of ended runs from those of running ones
 
 
 logger = get_logger(__name__)
@@ -471,13 +492,13 @@ logger = get_logger(__name__)
 WRITER_FILE = "WRITER.json"
 
 OTHER_HOST_PATIENCE = 24 * 3600.0
-"""Seconds after which a write on another machine, whose processes cannot be seen from here, counts as dead."""
+"""Seconds after which a write counts as abandoned if it is from another machine, whose processes are not visible."""
 
 UNRECORDED_PATIENCE = 600.0
-"""Seconds after which a write that does not say whose it is counts as dead: saying so is the first thing it does."""
+"""Seconds after which a write without a `WRITER.json` counts as abandoned. A save writes this file first."""
 
 FILE_PATIENCE = 3600.0
-"""Seconds after which a file whose name does not show a process of this machine counts as left by a dead one."""
+"""Seconds after which a temporary file counts as abandoned if its name shows no process of this machine."""
 
 _TOKEN_LENGTH = 36
 
@@ -488,19 +509,20 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Return a dict that identifies a process by machine, process id and start time since boot."""
+    """Return a dict that identifies a running process by machine, process id and start time."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
 
 def writer_token() -> str:
-    """Return a new unique token for a temporary file name. It identifies the process that writes the file."""
+    """Return a unique part of a name for a temporary file, from which the writing process can be identified."""
     started = round((started_since_boot() or 0.0) * 100)
+    # 8 characters for the machine, 8 for the process id, 12 for the start time, and 8 random ones.
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
 
 def clean_stale(root: str) -> list[str]:
-    """Remove unfinished checkpoints of ended processes, and restore checkpoints that they were about to replace.
+    """Remove unfinished checkpoints of ended processes, and restore older ones that were moved aside.
 
     Args:
         root: The directory that contains the checkpoints, on a local or shared file system.
@@ -526,7 +548,10 @@ def clean_stale(root: str) -> list[str]:
 
 
 def replaced_beside(directory: str) -> str | None:
-    """Return the older checkpoint that an interrupted save had renamed, or None if its name is in use."""
+    """Return the path of an older checkpoint that an interrupted save has moved aside, or None.
+
+    It is None as well if there is a checkpoint at `directory`.
+    """
     parent, name = os.path.split(directory)
     if os.path.lexists(directory):
         return None
@@ -537,7 +562,7 @@ def replaced_beside(directory: str) -> str | None:
 
 
 def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
-    """List temporary files and directories of saves below `root`, those of the latest checkpoint first."""
+    """List temporary files and directories that saves have left in a directory, the newest checkpoint first."""
     try:
         with os.scandir(root) as entries:
             kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
@@ -554,8 +579,8 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
         lives = _is_token_alive(match["token"])
         return _is_recent(path, FILE_PATIENCE) if lives is None else lives
     if what == "replaced":
-        # A live run is in the middle of replacing only while the new one is there, under one name or the other.
-        # The order matters: a rename makes it leave the first and appear under the second at once.
+        # A save that is still replacing has the new checkpoint under its temporary or its final name.
+        # The temporary name is checked first: a rename in between then makes the final name exist.
         places = os.path.join(root, f".{match['name']}.{match['token']}.writing"), os.path.join(root, match["name"])
         new = next((one for one in places if os.path.isdir(one)), None)
         return new is not None and _is_alive(new)
@@ -563,7 +588,7 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
 
 
 def _is_alive(place: str) -> bool:
-    """Return True if the process that writes into a directory is running, or if this cannot be determined yet."""
+    """Return True if the process that writes a temporary directory is, or may be, still running."""
     path = os.path.join(place, WRITER_FILE)
     try:
         writer = decoded(LocalStorage().read(path), path)
@@ -576,7 +601,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return True if the process that created a token is running. None if unknown or on another machine."""
+    """Return whether the process that created a token is running, or None if this cannot be determined."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100
@@ -592,7 +617,10 @@ def _is_recent(path: str, patience: float) -> bool:
 
 
 def _host() -> str:
-    """Identify the machine's current boot and the container. Process ids are only comparable within them."""
+    """Return text that identifies the machine, its current boot and the container.
+
+    A process id is unique only within a container on one boot of a machine.
+    """
     parts = [socket.gethostname(), boot_id()]
     try:
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -602,7 +630,7 @@ def _host() -> str:
 
 
 def boot_id() -> str:
-    """Return the kernel's identifier of the current boot, or an empty string if there is none."""
+    """Return the Linux kernel's identifier of the current boot, or an empty string on other systems."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -611,20 +639,21 @@ def boot_id() -> str:
 
 
 def started_since_boot(pid: int | str = "self") -> float | None:
-    """Return the seconds between the machine's boot and a process's start, or None if unknown.
+    """Return the start time of a process, in seconds since the machine's boot, or None if unknown.
 
     Unlike a time of day, this value does not change when the clock is set.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            _, _, after_name = file.read().rpartition(b")")  # names hold any character
+            _, _, after_name = file.read().rpartition(b")")  # the program's name may contain spaces and parentheses
     except OSError:
         return None
+    # The start time in clock ticks is field 22 of the file, and the name is field 2.
     return int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def started_at() -> float:
-    """Return the time at which this process started, in seconds since 1970, to within a second of psutil's value."""
+    """Return the start time of this process, in seconds since 1970, accurate to about a second."""
     since_boot = started_since_boot()
     if since_boot is not None:
         return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)  # a tick is a hundredth
@@ -634,7 +663,7 @@ def started_at() -> float:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return True if the process with this `pid` started at the given time and is still running.
+    """Return True if the process `pid` is running, and is the one that started at the given time.
 
     `started` is a value of `started_at` or `started_since_boot`.
     """
@@ -646,12 +675,13 @@ def is_alive(pid: int, started: float) -> bool:
             same = started_since_boot(pid) == started
         else:
             same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
+        # A zombie has ended, although its process id is still in use.
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.AccessDenied:
-        return True  # somebody else's, which is there
+        return True  # a process of another user, which is running
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return False
 
 
 _TIMES_OF_DAY = 1e9
-"""Seconds since 1970 are more than this, and no machine has run for 30 years."""
+"""Larger values are seconds since 1970, because no machine has run for 30 years."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
-# Pickles that other tools wrote, read without executing anything in them
+# Reading pickles of other tools without executing code from them
 
 
 def read_pickled(
@@ -31,7 +31,8 @@ def read_pickled(
     data: BinaryIO | None = None,
     mapped: bool = False,
 ) -> Any:
-    """Read tensors and plain values from a file of `torch.save`. No code from the file is executed."""
+    """Read tensors and plain values from a file of `torch.save`, without executing code from the file."""
+    # torch can map only files in its zip format into memory.
     mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(allowed or []):
@@ -46,15 +47,18 @@ def read_pickled(
 
 
 def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
-    """Read any objects from a file of `torch.save`. This can run arbitrary code from the file."""
+    """Read arbitrary objects from a trusted file of `torch.save`. This can execute code from the file."""
     try:
         return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever a class raises as it is made
+    except Exception as error:  # constructors of unpickled objects can raise anything
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Compare each part of a file of `torch.save` with its checksum, which `torch.load` does not check."""
+    """Raise an error if a part of a file of `torch.save` does not match its checksum.
+
+    `torch.load` does not make this check.
+    """
     name = os.fspath(path)
     try:
         with zipfile.ZipFile(name) as archive:
@@ -66,7 +70,8 @@ def check_parts(path: str | os.PathLike[str]) -> None:
 
 
 def plain_classes() -> list[Any]:
-    """Return the NumPy, container and path classes and functions that are safe to unpickle."""
+    """Return the classes and functions of NumPy and the standard library that are safe to unpickle."""
+    # NumPy 2 has moved these functions, and files may use either name.
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
     return [
@@ -86,12 +91,13 @@ def plain_classes() -> list[Any]:
 
 
 def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
-    """Return the names of the classes and functions that a file needs and that `read_pickled` refuses."""
+    """Return the names of the classes and functions in a file of `torch.save` that are not safe to unpickle."""
     try:
         with torch.serialization.safe_globals(plain_classes()):
             found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except (ValueError, RuntimeError, OSError, EOFError, pickle.UnpicklingError):
         found = []
+    # The caller reads the opened file again from its start.
     if not isinstance(source, str | os.PathLike):
         source.seek(0)
     return sorted(found)
@@ -124,7 +130,7 @@ def bare_name(name: str) -> str:
 
 
 class TorchShards:
-    """Reader of a folder that `torch.distributed.checkpoint` has written.
+    """Reader of a checkpoint folder that `torch.distributed.checkpoint` has written.
 
     Attributes:
         directory: The path of the folder.
@@ -144,16 +150,16 @@ class TorchShards:
 
     @staticmethod
     def is_here(directory: str | os.PathLike[str]) -> bool:
-        """Return True if a local folder was written by `torch.distributed.checkpoint`."""
+        """Return True if a local folder contains a checkpoint of `torch.distributed.checkpoint`."""
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """Return the tensors in one top-level part, such as `"model"`: full names by names within that part."""
+        """Return the tensors under a top-level key such as `"model"`, from full name to the name below the key."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one full tensor."""
+        """Return the full tensor of this name, read from all its shards."""
         described = self.tensors[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
         filled = 0
@@ -164,12 +170,13 @@ class TorchShards:
             ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             whole[tuple(map(slice, chunk.offsets, ends))].copy_(part.detach())
             filled += part.numel()
+        # Otherwise missing parts would leave uninitialized memory in the tensor.
         if filled != whole.numel():
             raise CheckpointError(f"{self.directory} holds {filled} of the {whole.numel()} elements of {name}.")
         return whole
 
     def whole(self) -> dict[str, Any]:
-        """Read everything that was saved, in its original nesting."""
+        """Return all tensors and values of the checkpoint, in the nested structure that was saved."""
         nested: dict[Any, Any] = {}
         for name in self.tensors:
             _put(nested, self._path_of(name), self.tensor(name))
@@ -181,11 +188,12 @@ class TorchShards:
         return tuple(self._paths.get(name, (name,)))
 
     def _read(self, name: str, offsets: tuple[int, ...]) -> Any:
-        """Read one stored entry: a part of a tensor, or a value."""
+        """Return one stored entry: the part of a tensor at the given offsets, or a whole value."""
         place = self._places.get(name, {}).get(offsets)
         if place is None:
             raise CheckpointError(f"{self.directory} does not say where {name} is.")
         path = self.directory / str(place.relative_path)
+        # A path in the metadata must not lead out of the folder.
         if path.parent != self.directory or getattr(place, "transform_descriptors", None):
             raise CheckpointError(f"{self.directory} keeps {name} in a form that is not read here.")
         try:
@@ -198,13 +206,14 @@ class TorchShards:
 
 
 class _UnknownRecord(pickle.UnpicklingError):
-    """Raised for a class or function that is not one of torch's record classes."""
+    """Error for a class or function in a pickle that torch's checkpoint metadata does not need."""
 
 
 class _Records(pickle.Unpickler):
-    """Unpickler that creates only torch's record classes, which cannot run code."""
+    """Unpickler that creates only the classes of torch's checkpoint metadata, which cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # dtypes are pickled by name, such as `torch.float32`.
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise _UnknownRecord(f"{module}.{name}")
@@ -235,23 +244,27 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Convert dicts whose keys are positions back to lists."""
+    """Convert nested dicts whose keys are the positions of a list back to lists."""
     if not isinstance(nested, dict):
         return nested
+    # Integers in a path are positions in a list.
     if nested and all(isinstance(key, int) for key in nested):
         return [_with_lists(nested[key]) for key in sorted(nested)]
     return {key: _with_lists(value) for key, value in nested.items()}
 
 
-# The states of optimizers in other tools' files, which name parameters by their position
+# States of optimizers in other tools' files, which identify parameters by position
 
 
 BY_POSITION = "#"
-"""What a parameter's name begins with in an optimizer's state that knows its position only."""
+"""Prefix of a parameter's key in an optimizer's state that identifies parameters by position."""
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter. FSDP's state uses names, all others use positions."""
+    """Return an optimizer's state with a text key for each parameter: its name, or `#` and its position.
+
+    The state that FSDP saves uses names, and all others use positions.
+    """
 
     def key(parameter: Any) -> str:
         return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
@@ -266,10 +279,11 @@ def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str,
 
 
 def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state by names to the form of `torch.optim.Optimizer.state_dict`, by positions."""
+    """Convert an optimizer's state from parameter names to positions, as `torch.optim.Optimizer` expects."""
     positions: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
+        # torch numbers parameters in the order of the groups.
         numbers = [positions.setdefault(name, len(positions)) for name in group["params"]]
         groups.append({**group, "params": numbers})
     return {
@@ -279,7 +293,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Replace positions by parameter names in an optimizer's state.
+    """Return an optimizer's state with parameter names in place of positions.
 
     Args:
         saved: The state, as this module or another checkpoint format provides it. It is not modified.
@@ -304,6 +318,6 @@ def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict
 
 
 def holds_positions(saved: Any) -> bool:
-    """Return True if an optimizer's state identifies parameters by position."""
+    """Return True if an optimizer's state identifies parameters by position instead of by name."""
     groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
     return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])

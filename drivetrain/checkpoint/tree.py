@@ -43,13 +43,13 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Separate the tensors of a nested structure. Returns the packed tree and a dict from key to tensor."""
+    """Separate tensors from a nested structure. Return the rest in a form for JSON, and the tensors by key."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Pack state into plain values and one flat dict of CPU tensors.
+    """Return a dict with JSON-encoded state (`tree`) and its CPU tensors by key (`tensors`).
 
     Args:
         state: Nested dicts and lists of plain values and tensors.
@@ -63,7 +63,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from a packed tree. Refuses anything that `pack` cannot have written."""
+    """Rebuild a nested structure from its JSON form and its tensors. Other content is refused as damaged."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -87,7 +87,7 @@ def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Rebuild one value that is packed under a type name such as `__tuple__`."""
+    """Rebuild a value of a type that JSON does not have, from its tag such as `__tuple__` and its content."""
     try:
         if word == "__tensor__":
             return tensor_of(_text(content))
@@ -104,24 +104,28 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Raised for packed content that `pack` never writes."""
+    """Exception for content that no checkpoint contains, because `pack` never writes it."""
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """Return the keys of all tensors that a packed tree refers to, without duplicates, in order."""
+    """Return the keys of all tensors in a JSON-encoded state, in order and without duplicates."""
+    # A dict, because it keeps the order of its keys, unlike a set.
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
     return list(found)
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key of the tensor at a path of a packed tree, or None. Tied tensors share one key.
+    """Return the key under which the tensor at a path of a JSON-encoded state is stored, or None.
+
+    Tied tensors have one key.
 
     Args:
         packed: The tree that `pack` returned.
         path: The key that the tensor would have if no tensors were tied.
     """
     for part in path.split("/"):
+        # Undo the escaping of `_join`, in reverse order.
         name = part.replace("%2F", "/").replace("%25", "%")
         packed = subtree(packed, int(name) if isinstance(packed, list) and name.isdecimal() else name)
     key = packed.get("__tensor__") if isinstance(packed, dict) else None
@@ -129,17 +133,18 @@ def key_at(packed: Any, path: str) -> str | None:
 
 
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array with a tensor's shape and dtype that occupies no memory."""
+    """Return an array of a tensor's shape and dtype that occupies no memory. Its values are zeros."""
+    # A broadcast view has the full shape, but memory for one element only.
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Return True if a packed dict encodes another type than a dict."""
+    """Return True if a dict in a JSON-encoded state stands for a value of another type, such as a tuple."""
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """Return the part of a packed tree at a path of plain keys, or None if there is none."""
+    """Return the part of a JSON-encoded state at the given keys and indices, or None if there is none."""
     for part in path:
         try:
             packed = packed[part]
@@ -151,7 +156,7 @@ def subtree(packed: Any, *path: str | int) -> Any:
 _NO_TENSOR = torch.empty(0)
 
 
-# Every dtype that a dense tensor may have, and nothing else that torch has a name for.
+# All dtypes of dense tensors, without quantized types and types of bits.
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -238,7 +243,7 @@ _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 @dataclass(eq=False)
 class _Packer:
-    """Packs one tree. It records the tensors found, to detect those that share storage."""
+    """Record of the tensors that are found while a structure is packed, by which tied ones are detected."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -253,6 +258,7 @@ class _Packer:
             return {"__tensor__": self._keep(value, path)}
         if isinstance(value, _MAPPINGS) and kind in _MAPPINGS:
             plain = all(type(key) is str for key in value)
+            # A dict whose only key is a tag would be read as another type, so it is stored as pairs.
             if plain and not (len(value) == 1 and next(iter(value)) in _WORDS):
                 return {key: self.pack(item, _join(path, key)) for key, item in value.items()}
             return {"__dict__": self._pack_pairs(value, path)}
@@ -289,18 +295,19 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Record a tensor and return its key. A tensor that was recorded before keeps its first key."""
+        """Add a tensor and return its key. A tensor that has been added before keeps its first key."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
                 f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts."
             )
         identity: tuple[Any, ...] | None = None
-        if tensor.is_meta:  # a peer holds it; it has no address, but tied weights are one object here too
+        if tensor.is_meta:  # held by another process; without an address, tied weights are recognized as one object
             identity = ("meta", id(tensor))
         tensor = tensor.detach()
-        # Shards never count as the same: a process whose shard is empty could not see it, and all must agree.
+        # Shards are never treated as tied: a process with an empty shard could not tell, and all must agree.
         if identity is None and type(tensor) is Tensor and tensor.numel():
+            # Tensors are tied if they are equal views of one memory.
             place = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
             identity = (*place, tensor.is_conj(), tensor.is_neg())
         if identity is not None and identity in self._keys:
@@ -315,12 +322,14 @@ class _Packer:
 
 
 def _join(path: str, key: str) -> str:
+    # Slashes separate the parts of a path, so those in keys are escaped.
     escaped = key.replace("%", "%25").replace("/", "%2F")
     return f"{path}/{escaped}" if path else escaped
 
 
 def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
     try:
+        # ascontiguousarray gives a scalar one dimension, so the shape is restored.
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError:
         raise CheckpointError(
@@ -329,12 +338,13 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
         ) from None
 
 
-# What a JSON file of a checkpoint holds
+# Content of a checkpoint's JSON files
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Parse the content of a checkpoint's JSON file. `path` is used in error messages."""
+    """Return the content of a checkpoint's JSON file. `path` is used in error messages only."""
     try:
+        # json.loads accepts NaN and Infinity by default, which are not valid JSON.
         return json.loads(raw, parse_constant=_refused_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not JSON: {error}.") from error
@@ -345,7 +355,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as the JSON of a checkpoint file. NaN and infinite numbers are refused."""
+    """Return a value as the bytes of a checkpoint's JSON file. NaN and infinite numbers are refused."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -353,7 +363,7 @@ def encoded(content: Any) -> bytes:
 
 
 CACHE_LINE = 64
-"""Bytes. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
+"""Bytes of a cache line, to which torch aligns its memory. At other addresses, kernels may round differently."""
 
 _NAMES = {
     "float64": "F64",
@@ -379,14 +389,14 @@ _LENGTH = 8  # bytes that hold the length of the header
 _LONGEST_HEADER = 100 << 20
 
 FOLDER = "tensors"
-"""The folder of a checkpoint that its tensors and their index are in."""
+"""Folder of a checkpoint that contains the tensors and their index."""
 
 INDEX = f"{FOLDER}/index.json"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, dtype and shape of a tensor, or of a part of one, in a safetensors file."""
+    """Name, dtype and shape of a tensor, or of a part of a tensor, in a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -396,20 +406,23 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Return the entry of a part of a tensor. If it is not the full tensor, its name includes its offsets."""
+        """Return the entry of a part of a tensor. If it is not the whole tensor, its name ends with its offsets."""
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the tensor takes in the file."""
+        """Number of bytes that the tensor occupies in the file."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the tensor's header entry. A dtype that safetensors does not define is stored as bytes."""
+        """Return the description of the tensor for the header of a safetensors file.
+
+        A dtype that safetensors does not define is described as bytes.
+        """
         name = dtype_name(self.dtype)
         known = name in _NAMES
         return {
@@ -421,7 +434,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """File and byte position of one part of a tensor."""
+    """Position of one part of a tensor: the file, the first byte and the number of bytes."""
 
     file: str
     start: int
@@ -434,7 +447,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that a safetensors header means by a name."""
+    """Return the dtype of a name in a safetensors header, such as `"F32"`. Raise `ValueError` if unknown."""
     found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
     if found is None:
         raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
@@ -442,7 +455,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Create the header of a safetensors file. Returns its bytes and the order in which the tensors must be written."""
+    """Return the header of a safetensors file, and the byte offset in the file at which each tensor starts."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -450,13 +463,14 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
         starts.append(position)
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Pad with spaces, which JSON allows, so that the tensors begin at a cache line.
     text += b" " * (-(8 + len(text)) % CACHE_LINE)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return an order of tensors, as indices, in which each tensor starts at an aligned address.
+    """Return an order for writing tensors, as indices, in which each one starts at an aligned offset.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
     so on follow. Each tensor then starts at a multiple of its item size.
@@ -466,7 +480,8 @@ def aligned(entries: Iterable[Entry]) -> list[int]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes on the CPU, without a copy if it is a contiguous CPU tensor."""
+    """Return the bytes of a tensor as a memoryview. A contiguous CPU tensor is not copied."""
+    # Conjugation and negation may be pending flags of a tensor, which its bytes do not show.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if plain.numel() == 0:
         return memoryview(b"")
@@ -474,14 +489,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if bytes of the given dtype can be read directly into the memory of `target`."""
+    """Return True if stored bytes of a dtype can be read directly into the memory of a tensor."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
     return plain and target.dtype == dtype
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor's entry and position in a safetensors file.
+    """Name, dtype, shape and position of a tensor in a safetensors file.
 
     Attributes:
         entry: The tensor's name, dtype and shape.
@@ -498,7 +513,7 @@ class Placed:
 
 
 def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """Parse the header of a safetensors file. Returns the tensors by name, and the metadata."""
+    """Parse the header of a safetensors file. Return the tensors by name, and the metadata."""
     length = header_length(head, size, where)
     begin = _LENGTH + length
     try:
@@ -507,6 +522,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
         placed = sorted((_placed(name, one, begin) for name, one in header.items()), key=lambda one: one.start)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} cannot be read: its header is damaged ({error}).") from error
+    # The tensors must fill the file without gaps and overlaps.
     reached = begin
     for one in placed:
         if one.start != reached:
@@ -521,8 +537,9 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """Return the length of a safetensors header in bytes, which the first eight bytes of the file hold."""
+    """Return the length of a safetensors header in bytes, from the first eight bytes of the file."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
+    # The limit keeps a damaged length from allocating a huge amount of memory.
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
         raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
     return length

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """Record of one batch of this process: its number in the epoch, its rows and its padding.
+    """Facts about one batch of this process, such as its number in the epoch, its rows and its padding.
 
     Attributes:
         index: Number of the batch among this process's batches of the epoch, from 0.
@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return this batch's weight in a mean over processes that equals the mean over all real rows.
+        """Return the weight of this batch with which a mean over processes becomes a mean over all real rows.
 
         Args:
             processes: Number of processes over which the step's batches are spread.
@@ -54,19 +54,20 @@ class BatchInfo:
 
     @property
     def is_padding(self) -> bool:
-        """True if all rows of the batch are padding, because this process has no real batch in the step."""
+        """True if the batch consists of padding only, because this process has no data left in the step."""
         return self.padding > 0 and self.padding == self.rows
 
     @property
     def real_rows(self) -> int | None:
-        """Number of rows that are not padding, or None if unknown."""
+        """Number of rows of the batch without padding, or None if unknown."""
         return None if self.rows is None else self.rows - self.padding
 
     @property
     def start(self) -> int | None:
-        """Position of the batch's first row in the epoch's samples, or None if unknown."""
+        """Position of the first row of the batch among the samples of the epoch, or None if unknown."""
         if self.consumed is None or self.global_rows is None:
             return None
+        # `consumed` counts the samples of all processes up to the end of this step.
         alone = self.real_rows == self.global_rows
         if self.offset is None and not alone:
             return None
@@ -80,7 +81,7 @@ class BatchInfo:
 
 @dataclass(eq=False)
 class ActiveLoaders:
-    """Stack of the loaders that are being iterated, with the innermost last.
+    """Stack of the prepared loaders whose loops are running, from the outermost to the innermost.
 
     A loader is added with its first batch. It is removed when it is exhausted or closed, or the loop is left by `break`
     or an exception.
@@ -103,19 +104,19 @@ class ActiveLoaders:
 
     @property
     def innermost(self) -> PreparedLoader | None:
-        """Loader whose iteration began last, or None outside of all loops."""
+        """Loader of the innermost running loop, or None outside of all loops."""
         return self._entries[-1][0] if self._entries else None
 
     @property
     def loaders(self) -> list[PreparedLoader]:
-        """All loaders that are being iterated, the outermost first."""
+        """List of the loaders whose loops are running, the outermost first."""
         return [loader for loader, _ in self._entries]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def enter(self, loader: PreparedLoader) -> None:
-        """Add a loader whose iteration has begun.
+        """Add a loader to the stack when its loop begins.
 
         Args:
             loader: The loader.
@@ -123,11 +124,12 @@ class ActiveLoaders:
         self._entries.append((loader, self.tick()))
 
     def leave(self, loader: PreparedLoader) -> None:
-        """Remove a loader whose latest iteration has ended, and call the `on_leave` callbacks.
+        """Remove a loader from the stack when its loop ends, and call the `on_leave` callbacks.
 
         Args:
             loader: The loader.
         """
+        # From the end, because a loader may be on the stack twice, and its latest loop ends first.
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][0] is loader:
                 del self._entries[position]
@@ -136,16 +138,17 @@ class ActiveLoaders:
             callback(loader)
 
     def encloses(self, outer: PreparedLoader, inner: PreparedLoader) -> bool:
-        """Return True if `inner` is iterated within the loop over `outer`.
+        """Return True if the loop over `inner` runs inside the loop over `outer`.
 
         Args:
             outer: Loader that has not advanced since the iteration over `inner` began, if the result is True.
             inner: Loader that is iterated.
         """
+        # The outer loader has not advanced since the loop over the inner one began.
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of a tensor's last rows are padding.
+        """Return how many of the last rows of a tensor that was computed from a batch are padding.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

@@ -25,7 +25,7 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
 class CombinedLoader:
-    """Loader that combines the batches of several loaders in a list, tuple or dict.
+    """Loader that iterates several loaders together or one after the other, and combines their batches.
 
     Args:
         iterables: A list, tuple, named tuple or dict of loaders, or of nested structures of them. A single loader, or a
@@ -69,7 +69,7 @@ class CombinedLoader:
         self._cycles: int | None = None
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
-        """Return a CombinedLoader over the results of a function that is called with each loader.
+        """Return a new CombinedLoader in which each loader is replaced by `prepare(loader)`.
 
         Args:
             prepare: Called with one loader.
@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a CombinedLoader whose combinations of batches do not depend on the number of processes.
+        """Return a CombinedLoader that combines batches as in one process, for any number of processes.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -102,9 +102,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(loaders), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch in every combined loader.
-
-        A loaded position is kept if it is in this epoch.
+        """Start a new epoch in all combined loaders, unless a position within this epoch was loaded.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -128,7 +126,7 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Iterate over combined batches, optionally up to a limit or in step with other processes.
+        """Begin an iteration, and return an iterator over combined batches.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -137,7 +135,7 @@ class CombinedLoader:
         return self._begin(limit, together, pend=False)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Iterate over combined batches as `PendingBatch` objects, which are moved to the device on use.
+        """Return an iterator over combined batches as `PendingBatch` objects, which move to the device on use.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -169,7 +167,6 @@ class CombinedLoader:
         return self._recorded(batches, smallest_known(length, self._limit))
 
     def _recorded(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
-        """Yield combined batches up to the limit, and set `current` for each."""
         before = self._index
         held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
         try:
@@ -198,12 +195,15 @@ class CombinedLoader:
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Call `preserve_state`, the new name of this method."""
+        """Return `preserve_state()`, the context manager that replaces this deprecated method."""
         return self.preserve_state()
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Restore the positions and generators of all loaders after the body (see `PreparedLoader.preserve_state`)."""
+        """Return a context manager that finally restores the positions and generators of all loaders.
+
+        See `PreparedLoader.preserve_state`.
+        """
         before = list(self._ended), self._begun, self._resumes, self._index, self._epoch, self._has_passed
         try:
             with ExitStack() as stack:
@@ -215,12 +215,13 @@ class CombinedLoader:
 
     @property
     def keeps_position(self) -> bool:
-        """True if every loader has `state_dict` and `load_state_dict`, so that the position can be saved."""
+        """True if the positions of all loaders can be saved, because each has the methods to save and load it."""
         return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in self.loaders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loaders' positions: the epoch, the states of all loaders and which of them have ended."""
+        """Return the positions of all combined loaders for a checkpoint."""
         within = self._begun or self._resumes
+        # Between two epochs, the state is that of the start of the next one.
         next_one = int(not within and self._has_passed)
         return {
             "epoch": None if self._epoch is None else self._epoch + next_one,
@@ -235,7 +236,9 @@ class CombinedLoader:
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the loaders' current positions, because earlier ones are not recorded.
+        """Return the current positions of the combined loaders, whatever batch is given.
+
+        Earlier positions are not recorded.
 
         Args:
             reached: Ignored.
@@ -243,7 +246,7 @@ class CombinedLoader:
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the loaders' positions, at which the next iteration continues.
+        """Restore saved positions of the combined loaders. The next iteration continues from there.
 
         Args:
             state: Dict from `state_dict`.
@@ -259,6 +262,7 @@ class CombinedLoader:
         self._resumes = self._index > 0
         self._epoch, self._has_passed = state.get("epoch"), False
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
+            # A loader that cannot save its position has an empty state.
             if saved:
                 loader.load_state_dict(saved)
 
@@ -270,7 +274,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return one iterator for each loader, or None for each loader that begins with its first batch.
+        """Return one iterator for each loader. None means that it is created when its first batch is needed.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -286,7 +290,7 @@ class CombinedLoader:
                     iterator.close()
 
     def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return the next batch of every loader and the `BatchInfo` of each, or None at the end."""
+        """Return the next batch of every loader with a list of their `BatchInfo`, or None at the end."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -317,7 +321,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader and False, or (None, True) if the combined iteration has ended."""
+        """Return the next batch of one loader, and True if the combined iteration has ended."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -330,6 +334,7 @@ class CombinedLoader:
             return None, True
         if self.mode == "max_size" or all(ended):
             return None, all(ended)
+        # In the mode max_size_cycle, an exhausted loader starts again.
         iterators[position] = self.begin(loader)
         try:
             return next(iterators[position]), False
@@ -337,7 +342,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Begin an iteration over one of the combined loaders, up to the limit of the combined iteration.
+        """Return an iterator over one of the combined loaders that stops at the limit of the combined iteration.
 
         Args:
             loader: The loader.
@@ -346,11 +351,12 @@ class CombinedLoader:
             return iter(loader)
         limit = self._limit
         if limit is not None:
+            # Convert the limit of combined batches to this loader's own count.
             limit += (loader.consumed_batches if loader.resumes else 0) - self._index
         return (loader.iterate_pending if self._pends else loader.iterate)(limit, self._together)
 
     def in_structure(self, batches: list[Any]) -> Any:
-        """Arrange one value per loader in the structure in which the loaders were given.
+        """Arrange one value per loader in the list, tuple or dict in which the loaders were given.
 
         Args:
             batches: A value for each loader, in order.
@@ -359,7 +365,7 @@ class CombinedLoader:
 
 
 class CountedBatches(Sampler[Any]):
-    """Batch sampler that repeats or cuts a loader's batches of indices to a fixed number."""
+    """Batch sampler that repeats or truncates the batches of a loader to a fixed number."""
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self.batches: Any = loader.batch_sampler
@@ -387,7 +393,7 @@ class CountedBatches(Sampler[Any]):
 
 
 def _length_of(loader: Any) -> int | None:
-    """Return the number of batches of a map-style `DataLoader`, or None for anything else."""
+    """Return the number of batches of a map-style `DataLoader`, or None for any other loader."""
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not is_map_style or isinstance(loader, PreparedLoader) or loader.batch_sampler is None:
         return None
@@ -415,10 +421,11 @@ def _rearranged(structure: Any, batches: Iterator[Any], outermost: bool = True) 
 
 
 def is_structure(value: Any, outermost: bool = True) -> bool:
-    """Return True if a value is a structure of loaders and not one loader. A list may be either."""
+    """Return True if a value is a list, tuple or dict of loaders, and False if the value is one loader."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     held = list(value.values()) if isinstance(value, Mapping) else list(value)
+    # A list of numbers or strings is data of a single loader.
     if held and all(isinstance(each, int | float | str) for each in held):
         return False
     return outermost or (bool(held) and all(_is_loader(each) or is_structure(each, outermost=False) for each in held))
@@ -427,6 +434,7 @@ def is_structure(value: Any, outermost: bool = True) -> bool:
 def _is_loader(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(isinstance(each, int | float | str) for each in value)
+    # Dicts, strings and arrays can be iterated too, but they are batches.
     is_batch = isinstance(value, Mapping | str) or hasattr(value, "__array__")
     return hasattr(value, "__iter__") and not is_batch
 
@@ -434,7 +442,7 @@ def _is_loader(value: Any) -> bool:
 def _with_last(
     pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
 ) -> Iterator[tuple[Any, _Known, bool]]:
-    """Yield each batch with its `BatchInfo` and a flag for the last one; reads ahead if the length is unknown."""
+    """Yield each combined batch, the `BatchInfo` of its parts, and True for the last batch."""
     if length is not None:
         return map(lambda pair, number: (*pair, number == length), pairs, count(index + 1))
     return map(_flat, with_last(pairs))
@@ -460,11 +468,12 @@ def _current(loader: Any) -> BatchInfo | None:
 
 
 def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
-    """Compute the `BatchInfo` of a combined batch from those of its parts.
+    """Return the `BatchInfo` of a combined batch, computed from those of its parts.
 
     If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     """
     parts = [info for info in known if info is not None]
+    # Loaders that are not prepared record nothing about their batches.
     if len(parts) < len(known) or not parts:
         return BatchInfo(index, None, 0, None, last, None)
     first = parts[0]

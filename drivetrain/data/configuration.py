@@ -11,7 +11,7 @@ from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 @dataclass(frozen=True)
 class DataShard:
-    """Part of the data that a process reads.
+    """Part of the data that one process reads, given by its index and the number of parts.
 
     Processes that work on one batch together (tensor, pipeline or context parallelism) have equal shards.
 
@@ -35,7 +35,7 @@ class DataShard:
 
 
 class TailPolicy(str, Enum):
-    """Policy for the end of an epoch, if there is no full batch left for each process.
+    """Policy for the end of an epoch, when there is not a full batch for every process.
 
     Padding rows are the last rows of a batch, and the loader counts them (`BatchInfo.padding`). A single process never
     gets padding.
@@ -54,7 +54,7 @@ class TailPolicy(str, Enum):
 
 @dataclass
 class DataLoaderConfiguration:
-    """Options for preparing data loaders.
+    """Options for preparing data loaders: sharding, padding, random numbers and resumption.
 
     Args:
         split_batches: Split each batch of the user's loader over the processes, so that its batch size is that of all
@@ -106,7 +106,7 @@ class DataLoaderConfiguration:
 
 
 def warn_of_workers(owner: str, value: Any) -> None:
-    """Warn that `num_workers="auto"` has no effect; raise an error for any other value."""
+    """Check the deprecated option `num_workers`: warn of "auto", and raise an error for other values."""
     if value != "auto":
         raise ConfigurationError(
             f"num_workers={value!r} is not allowed. Set the number in the loader: DataLoader(num_workers=...).",

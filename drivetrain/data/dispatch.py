@@ -24,21 +24,21 @@ from drivetrain.runtime.state import PartialState
 
 _END, _FAILED, _SAME_FORM, _NEW_FORM = range(4)
 _COMMON = 6  # numbers in a header that concern all processes
-_EACH = 4
+_EACH = 4  # numbers in a header for each process: present, rows, padding and last
 _UNKNOWN = -1
 
 _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Placeholder in a batch for a tensor that is received, with its shape and dtype."""
+    """Shape and dtype of a tensor, sent in place of the tensor so that the receiver can allocate it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class DispatchReader:
-    """Reader that gives every process its share of the batches that rank 0 reads.
+    """Reader with which rank 0 reads all data and sends each process its batches.
 
     The structure of the batches is sent when it changes, and their tensors are sent in each step. If reading fails on
     rank 0, every process raises an error.
@@ -87,13 +87,13 @@ class DispatchReader:
         self._reader = None
 
     def _compare(self, read: Callable[[], str | None]) -> None:
-        """Raise an error if the ranks read different samples from the stream. All processes must call it."""
+        """Check once that all ranks read equal samples from the stream. All ranks must call it."""
         if self._compared:
             check_same_stream(type(self._loader.dataset).__name__, read(), read)
             self._compared = False
 
     def _digest(self, epoch: int, start: EpochStart) -> str | None:
-        """Return the digest of the stream's first samples as read by this rank, or None if it cannot read them."""
+        """Return a hash of the first samples that this rank reads, or None if it cannot read them."""
         try:
             with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
                 reader = self._make_reader()
@@ -109,7 +109,7 @@ class DispatchReader:
 
 
 class _Exchange:
-    """Messages from rank 0 to the other ranks in one iteration."""
+    """Transfer of one iteration's batches from rank 0 to the other ranks."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -120,7 +120,7 @@ class _Exchange:
         self._device = torch.device("cpu") if on_host else PartialState().device
 
     def send(self, steps: Iterator[_Step]) -> Iterator[Pair]:
-        """Send the batches of all steps from rank 0 to the other ranks, and yield those of rank 0."""
+        """Send the batches of each step from rank 0 to the other ranks. Yield the batches of rank 0 itself."""
         index = self._layout.shard.index
         step = self._next(steps)
         if step is None:
@@ -149,7 +149,7 @@ class _Exchange:
             raise
 
     def receive(self) -> Iterator[Pair]:
-        """Receive the batches of all steps from rank 0, and yield those of this rank."""
+        """Receive the batches of each step from rank 0. Yield the batches of this rank."""
         index = self._layout.shard.index
         while True:
             own, more, final = self._receive_step(index)
@@ -164,11 +164,12 @@ class _Exchange:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Send an error from rank 0, so that all other ranks raise too."""
+        """Tell the other ranks that reading has failed on rank 0, so that they raise an error instead of waiting."""
         self._send_header([_FAILED] + [0] * (_COMMON - 1))
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
     def _send_header(self, common: list[int], each: list[int] | None = None) -> None:
+        # All headers have one length, so that the other ranks can allocate the tensor before receiving it.
         numbers = common + (each or [0] * (_EACH * self._layout.shard.count))
         broadcast(torch.tensor(numbers, dtype=torch.int64, device=self._device))
 
@@ -182,6 +183,7 @@ class _Exchange:
         skeletons = [
             None if pair is None else recursively_apply(take_out, pair[0], test_type=_is_plain_tensor) for pair in step
         ]
+        # The structure of the batches is sent only when it changes.
         form = pickle.dumps(skeletons)
         common, each = _header_of(step, _SAME_FORM if form == self._form else _NEW_FORM, more)
         self._send_header(common, each)
@@ -207,6 +209,7 @@ class _Exchange:
             tensors.append(torch.empty(slot.shape, dtype=slot.dtype, device=self._device))
             return tensors[-1]
 
+        # Tensors are allocated in the order in which rank 0 sends them.
         batches = [recursively_apply(allocate, each, test_type=_is_slot) for each in self._skeletons]
         broadcast(tensors)
         present, rows, padding, last = numbers[_COMMON + _EACH * index : _COMMON + _EACH * (index + 1)]
@@ -220,7 +223,7 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """Encode the batch records of a step as integers: common ones, and ones for each process."""
+    """Encode the `BatchInfo` of a step's batches as integers: some for all processes, others for each one."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,
@@ -253,5 +256,5 @@ def _is_slot(value: object) -> bool:
 
 
 def _is_plain_tensor(value: object) -> bool:
-    """Return True for a value that is sent as a tensor. Tensor subclasses and sparse tensors are pickled."""
+    """Return True if a value is sent as a tensor. Tensor subclasses and sparse tensors are pickled instead."""
     return isinstance(value, Tensor) and type(value) is Tensor and value.layout is torch.strided

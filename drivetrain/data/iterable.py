@@ -45,7 +45,7 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch from a dataset with its row counts, which only the reading process can determine.
+    """Batch from a worker, with the numbers of rows that only the reading process can count.
 
     Attributes:
         batch: The batch.
@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
 
 class BatchedStream(IterableDataset[Record]):
-    """Dataset that groups a stream's samples into batches and collates those of one process.
+    """Dataset that groups the samples of an iterable dataset, and collates only the batches of one process.
 
     Every process reads the whole stream. Each worker groups the samples of its own stream.
     """
@@ -97,6 +97,7 @@ class BatchedStream(IterableDataset[Record]):
         worker = get_worker_info()
         if self.seed is None:
             return self._records(iter(self.dataset), None)
+        # The main process counts as 0, and workers count from 1.
         seed = sample_seed(self.seed, int(self.epoch), 0 if worker is None else worker.id + 1)
         if worker is not None:
             seed_all_generators(seed)
@@ -115,6 +116,7 @@ class BatchedStream(IterableDataset[Record]):
         dropped = int(self.dropped[0 if worker is None else worker.id])
         chunks: Iterator[Sequence[Any]] = islice(_chunks(samples, size, self.drop_last), dropped, None)
         digest = ""
+        # Processes compare hashes of the first batch, to detect streams that differ.
         if self.compared:
             first = list(islice(chunks, 1))
             digest, chunks = digest_of(first), chain(first, chunks)
@@ -128,7 +130,7 @@ class BatchedStream(IterableDataset[Record]):
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield samples, each read in the random state of its position."""
+    """Yield the samples of an iterator. Before each one is read, seed the global generators by its position."""
     position = 0
     held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
     while True:
@@ -141,7 +143,7 @@ def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
 
 
 def _isolated(records: Iterator[Record]) -> Iterator[Record]:
-    """Yield records and restore the global generators after reading each."""
+    """Yield records, and restore the state of the global generators after each one has been read."""
 
     def draw() -> Record | None:
         with isolated_random_state():
@@ -151,7 +153,7 @@ def _isolated(records: Iterator[Record]) -> Iterator[Record]:
 
 
 def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequence[Any]]:
-    """Yield lists of `size` samples; a stream that has ended is not read again."""
+    """Yield lists of `size` samples, and a shorter last list unless `drop_last` is True."""
     held: list[list[Any]] = []  # empty while suspended, so that a batch is freed with its step
     while chunk := list(islice(samples, size)):
         is_full = len(chunk) == size
@@ -159,12 +161,13 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
         del chunk
         if is_full or not drop_last:
             yield held.pop()
+        # The stream has ended and must not be read again.
         if not is_full:
             return
 
 
 class StreamReader:
-    """Reader that reads an iterable dataset in every process and keeps this process's rows.
+    """Reader of an iterable dataset. Every process reads all samples and keeps its own share of them.
 
     Attributes:
         begins_with: Digest of the stream's first samples after an iteration has begun, else None.
@@ -259,6 +262,7 @@ class StreamReader:
             self.begins_with = first[0].begins_with if first else digest_of([])
         if together:
             check_same_stream(type(self._loader.dataset).__name__, self.begins_with)
+        # The limit is a number of the user's batches, and records are counted in steps.
         limit = None if limit is None else limit // self.layout.group_size
         head: list[tuple[Any, int | None]] = []
         pairs = self._pairs(records, position, skipped, limit, head)
@@ -267,7 +271,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each worker drops. Returns the number of steps that remain to be dropped."""
+        """Set how many batches each worker skips on resumption. Return how many steps the caller must skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -288,7 +292,7 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield each batch with its `BatchInfo`, reading one ahead to detect the last one.
+        """Yield each batch with its `BatchInfo`. One batch is read ahead, to find out which one is the last.
 
         The first of the skipped batches are stored in `head`.
         """
@@ -316,7 +320,7 @@ Pair = tuple[Any, BatchInfo]
 
 
 class ReadyBatchesReader:
-    """Reader that shares a list of batches, or a loader with its own iteration, between processes.
+    """Reader of an iterable of finished batches, such as a list or a loader with its own `__iter__`.
 
     Every process iterates over all batches and keeps its own. A resumed epoch begins from the loader's own state if the
     loader has `state_dict` and `load_state_dict`. Otherwise the earlier batches are read again in the random state at
@@ -396,7 +400,7 @@ class ReadyBatchesReader:
 
 
 class _LoaderStates:
-    """States of a user's loader with a `state_dict` method, recorded after the batches that it has given."""
+    """States of a user's loader after its latest batches, for loaders with a `state_dict` method."""
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
@@ -417,6 +421,7 @@ class _LoaderStates:
         self._given += 1
         if self._ahead:
             self._kept[self._given] = self._state()
+            # Only as many states are needed as batches can be read ahead.
             self._kept.pop(self._given - self._ahead - 1, None)
         return batch
 
@@ -425,8 +430,9 @@ class _LoaderStates:
         yield from ()
 
     def _state(self) -> dict[str, Any] | None:
-        """Return the loader's state for a checkpoint, or None if a checkpoint cannot hold it."""
+        """Return the state of the user's loader, or None if it contains objects that a checkpoint cannot store."""
         assert self._loader is not None
+        # The loader may return objects that it goes on changing.
         state = copy.deepcopy(self._loader.state_dict())
         if not _is_plain(state):
             logger.warning_once(
@@ -438,7 +444,10 @@ class _LoaderStates:
         return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
     def after(self, batches: int | None) -> dict[str, Any] | None:
-        """Return the loader's state after its first `batches` batches, or at its end if None; None if unknown."""
+        """Return the state of the user's loader after its first `batches` batches, or None if it is unknown.
+
+        The argument None asks for the state at the end of the epoch.
+        """
         if self._loader is None:
             return None
         if batches is None or batches >= self._given:
@@ -446,7 +455,7 @@ class _LoaderStates:
         return self._kept.get(batches)
 
     def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
-        """Continue the loader from a saved state, or return None if the earlier batches must be read again.
+        """Continue the user's loader from a saved state. Return None if its earlier batches must be read again.
 
         States of torchdata hold the workers' parts and therefore need an equal number of workers. Between epochs,
         torchdata's loaders have no state besides the generators that a position holds.
@@ -475,7 +484,7 @@ class _LoaderStates:
 
 
 def _restores_order(loader: Any) -> bool:
-    """Return True if a loader's state includes the order of its epoch.
+    """Return True if the saved state of a loader restores the order of the samples in its epoch.
 
     torchdata saves a sampler's position. It saves the order only if the sampler is torchdata's own or has a state.
     """
@@ -508,7 +517,7 @@ def _is_plain(value: Any) -> bool:
 def _skipping(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Read `skipped` batches and store the first `keep` in `head`. Returns the rest and the samples consumed."""
+    """Skip batches, and keep the first few in `head`. Return the other batches and the number of samples so far."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:
@@ -520,7 +529,7 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield the batches after the first `skipped` ones, each with its `BatchInfo`."""
+    """Yield the batches that follow `skipped` earlier ones, each with its `BatchInfo`."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -540,18 +549,19 @@ def _with_infos(
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
-    """Return an iterator over one process's batches, given the batches of all processes in each step."""
+    """Return an iterator over the batches of one process, given the batches of all processes in each step."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Share batches between processes. Yields one list per step, with None for a process without a batch."""
+    """Share batches between processes. Yield one list per step, with a batch or None for each process."""
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
         return
+    # A process without a batch in the next step has its last batch in this one.
     for step, following in _with_following(steps):
         for own, next_own in zip(step, following or [None] * len(step), strict=True):
             if own is not None:
@@ -572,7 +582,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Yield lists with one batch per process, padded with the epoch's first batches."""
+    """Yield, for each step, a list with one batch per process, padded with the epoch's first batches."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -596,6 +606,7 @@ def _steps(
                 f"{type(batches[0]).__name__!r} has no rows that can be counted. Use batches that hold tensors, or "
                 "leave split_batches out."
             )
+        # If rows cannot be counted, batches stay as they are, and only whole batches are padding.
         plan = (
             layout
             if known
@@ -621,7 +632,10 @@ def _steps(
 
 
 def whole_batches(padding: int, real: int) -> tuple[int, int]:
-    """Return weights with which every real batch of a step counts equally, for batches with unknown rows."""
+    """Return the weight of a process's batch and the total weight of its step, if rows cannot be counted.
+
+    Every real batch then counts equally.
+    """
     return int(not padding), real
 
 

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 
 class PreparedLoader(DataLoader[Any]):
-    """Loader of this process's share of a user's loader; created by `prepare_loader`.
+    """Loader that gives this process its share of a user's loader; created by `prepare_loader`.
 
     The batches of all processes, ordered by step and rank, are those of the user's loader in a single process. All
     other attributes are those of the user's loader, such as `dataset`, `batch_size`, `sampler`, `num_workers` and
@@ -96,7 +96,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Iterate over batches on the device, optionally up to a limit or in step with other processes.
+        """Begin an iteration, and return an iterator over this process's batches on the device.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -114,7 +114,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """Iterate over batches as `PendingBatch` objects, which are moved to the device on use.
+        """Return an iterator over `PendingBatch` objects, each of which moves its batch to the device on first use.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -127,7 +127,6 @@ class PreparedLoader(DataLoader[Any]):
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
-        """Begin an iteration over `PendingBatch` objects if `pend`, else over batches as they are read."""
         self._begin_epoch()
         position = self._resume or Position()
         self._resume = self._reached = self._after_last = None
@@ -147,17 +146,17 @@ class PreparedLoader(DataLoader[Any]):
         return self._batches(opened, pend)
 
     def end_workers(self) -> None:
-        """Stop persistent workers; the next iteration starts new ones."""
+        """Stop the loader's persistent worker processes. The next iteration starts new ones."""
         self._reader.restart()
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Call `preserve_state`, the new name of this method."""
+        """Return `preserve_state()`, the context manager that replaces this deprecated method."""
         return self.preserve_state()
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Restore the loader's position and generators after the body, so that later iterations are not affected.
+        """Return a context manager that restores the loader's position and generators when its body ends.
 
         The generators held by the loader, its samplers and its dataset are restored, and persistent workers are
         stopped. The global generators and other state of the dataset are not restored.
@@ -184,7 +183,7 @@ class PreparedLoader(DataLoader[Any]):
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
-        """Convert a limit on this process's batches into one on the user's batches, or None if it has no effect."""
+        """Convert a limit on this process's batches to a limit on the user's batches. None means no limit."""
         if limit is None or limit == float("inf"):
             return None
         batches = int(limit) * self._reader.layout.group_size
@@ -196,7 +195,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches
 
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
-        """Yield batches and record each in `current`; no batch is referenced while suspended."""
+        """Yield the batches of an opened iteration, and set `current` to the `BatchInfo` of each."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         batches: Iterator[PendingBatch] = iter(())
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
@@ -206,6 +205,7 @@ class PreparedLoader(DataLoader[Any]):
                 batches = one_ahead(batches)
         else:
             pairs = opened.pairs
+        # Empty while this generator is suspended, so that a batch is freed with its step.
         held: list[Any] = []
         self.active.enter(self)
         try:
@@ -233,7 +233,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int | None:
-        """Number of this process's batches left in the epoch, including the current one; None if unknown."""
+        """Number of batches left for this process in the epoch, including the current one. None if unknown."""
         info = self.current
         if info is not None and info.last:
             return 1
@@ -241,11 +241,12 @@ class PreparedLoader(DataLoader[Any]):
             batches = len(self._reader)
         except (TypeError, NotImplementedError):
             return None
+        # At least 2, because the current batch is not the last one.
         return batches if info is None else max(2, batches - info.index)
 
     @property
     def tail(self) -> TailPolicy:
-        """Policy for the end of an epoch, which can be changed between iterations."""
+        """Policy for a last step with too few batches for all processes. It can be changed between iterations."""
         return self._layout.tail
 
     @tail.setter
@@ -255,18 +256,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """True if the loader reads an iterable dataset."""
+        """True if the user's loader reads an `IterableDataset`, whose end determines the end of the epoch."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
 
     @property
     def epoch(self) -> int:
-        """Epoch of the current or latest iteration; after `set_epoch` or before the first one, the next epoch."""
+        """Number of the latest epoch, from 0. After `set_epoch`, or before the first epoch, that of the next one."""
         return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also for the dataset and the samplers.
+        """Set the number of the epoch for the next iteration, and pass it to the dataset and the samplers.
 
         Without this call, each iteration is the next epoch. A loaded position in another epoch is discarded.
 
@@ -313,7 +314,7 @@ class PreparedLoader(DataLoader[Any]):
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
-        """Return the dataset, or None, and the samplers that have a `set_epoch` method."""
+        """Return the objects that take the epoch's number: the dataset (None if it does not), and the samplers."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
@@ -334,24 +335,24 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached_end(self) -> bool:
-        """True if the epoch's last batch has been handed out."""
+        """True if the loader has given the last batch of the epoch."""
         reached = self.reached
         return self._exhausted or (reached is not None and reached.last)
 
     @property
     def resumes(self) -> bool:
-        """True if the next iteration begins at a position that was loaded or set with `skip`."""
+        """True if the next iteration begins at a position that was loaded from a checkpoint or set with `skip`."""
         return self._resume is not None
 
     @property
     def resumes_within(self) -> bool:
-        """True if the next iteration begins within an epoch and not at its start."""
+        """True if the next iteration begins in the middle of an epoch, as after loading a checkpoint."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Begin the next iteration after `num_batches` of this process's batches; later iterations are not affected.
+        """Skip the first `num_batches` batches of this process, in the next iteration only.
 
         Skipped samples of a map-style dataset are not read.
 
@@ -366,7 +367,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
-        """Begin the next iteration with the next epoch if the loaded position is after an epoch's last batch.
+        """Continue with the next epoch if the loaded position is after the last batch of an epoch.
 
         This has no effect if `set_epoch` or `skip` is called for the finished epoch first. A script that counts batches
         starts the next epoch at such a position, and one that counts epochs is still in the previous one.
@@ -374,21 +375,24 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Stay in the epoch of a loaded position even if it is complete, for a script that skips batches by itself."""
+        """Keep the epoch of a loaded position, even if all batches of the epoch were consumed.
+
+        Used for scripts that skip batches by themselves.
+        """
         self._expects_next = False
 
     def leave_epoch(self) -> None:
-        """Discard a loaded position within an epoch, so that the next iteration is the next epoch."""
+        """Discard a loaded position within an epoch, so that the next iteration begins the following epoch."""
         if self.resumes_within:
             self._resume, self._begun = None, True
 
     def rewind(self) -> None:
-        """Begin the next iteration at the start of the interrupted epoch whose position was loaded, in its order."""
+        """Begin the next iteration at the start of the epoch in which the run was saved, in the saved order."""
         if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position: the epoch, the samples consumed in it, and the random state of its order.
+        """Return the loader's position for a checkpoint: epoch, consumed samples and random state of the order.
 
         Returns:
             A dict of numbers, strings, tensors, and lists and dicts of these. It can be loaded with any number of
@@ -398,11 +402,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached(self) -> BatchInfo | None:
-        """`BatchInfo` of the loader's latest batch, also after the loop over it has ended, or None."""
+        """`BatchInfo` of the loader's latest batch, also after the loop has ended. None before the first batch."""
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the loader's position after one of the current epoch's batches, in the form of `state_dict`.
+        """Return the loader's position after a given batch of the current epoch, as a dict for a checkpoint.
 
         Args:
             reached: `BatchInfo` of the batch, or None for the position before the first one.
@@ -427,6 +431,7 @@ class PreparedLoader(DataLoader[Any]):
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
             state.update(finished=self._after_last is not None, own=self._resume.own)
         elif self._begun and not self._exhausted and self._start is not None:
+            # Counted in the user's batches, so that the number of processes may change.
             batches = 0 if reached is None else (reached.index + 1) * self._group_size + self._offset
             consumed = 0 if reached is None else reached.consumed
             state.update(consumed=consumed, batches=batches, start=self._start.state_dict(), finished=finished)
@@ -434,7 +439,7 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position in the data, so that the next iteration continues with the sample that follows.
+        """Restore a saved position in the data. The next iteration continues with the sample after it.
 
         Args:
             state: Dict from `state_dict`, from a run with any number of processes and workers.
@@ -460,16 +465,17 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """Return the number of the user's batches before a position; their size may have changed since it was saved."""
+        """Return how many of the user's batches precede a position, even if the batch size has changed since."""
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
             return batches
+        # Rounded up, so that a batch that was consumed in part counts too.
         return -(-samples // size)
 
     @property
     def consumed_batches(self) -> int:
-        """Number of this process's batches already consumed in the current epoch, or in the epoch to be resumed."""
+        """Number of batches that this process has consumed in the current epoch, or in the one to be resumed."""
         if self._expects_next:
             return 0
         if self._resume is not None:
@@ -481,39 +487,40 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if the latest batch is the last one of the epoch."""
+        """True if the latest batch is the last one of the epoch. False outside of a loop."""
         return self.current is not None and self.current.last
 
     @property
     def remainder(self) -> int:
-        """Real samples of all processes in the epoch's last step; -1 before this step, or if unknown."""
+        """Number of real samples of all processes in the epoch's last step. -1 before that step, or if unknown."""
         info = self.current
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 
     @property
     def is_shared(self) -> bool:
-        """True if the loader's data is sharded over processes, and False if each process uses all of its own loader."""
+        """True if the processes share the loader's data. False if each process reads all of its own loader."""
         return self._layout.shard.count > 1
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples in a full step of all processes, or None if unknown."""
+        """Number of samples that all processes together take in a full step, or None if unknown."""
         sampler = getattr(self.loader, "batch_sampler", None)
         size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         return size * self._group_size if isinstance(size, int) else None
 
     @property
     def batch_rows(self) -> int | None:
-        """Number of rows in a full batch of this process, or None if unknown."""
+        """Number of rows in a full batch of one process, or None if unknown."""
         total = self.total_batch_size
         return None if total is None else total // self._layout.shard.count
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in the whole dataset."""
+        """Number of samples in the user's dataset, before it is shared between processes."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        # `loader` is not set while a copy is being made, and looking it up here would recurse forever.
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -48,7 +48,7 @@ def gathered(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
-    """Copy the rows of a tensor at the given indices, into pinned memory if the tensor is on the CPU.
+    """Select rows of a tensor by index, and copy them to pinned memory if the tensor is on the CPU.
 
     torch reuses freed pinned memory only after all copies from it to a device have finished, so no buffer is
     overwritten during a copy.
@@ -67,7 +67,7 @@ def can_pin() -> bool:
 
 
 class WholeBatches(Dataset[Any]):
-    """Dataset that reads collated batches from another dataset, without single samples if possible.
+    """Dataset that returns collated batches, read from a `TensorDataset` at once instead of sample by sample.
 
     The user's dataset is inspected for each batch, because it may change between batches.
     """
@@ -96,14 +96,17 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return True if the dataset is torch's `TensorDataset` or a `Subset` of one."""
+    """Return True if a dataset is torch's own `TensorDataset`, or a `Subset` of one.
+
+    Such a dataset can be read batch by batch instead of sample by sample.
+    """
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Collate some samples of a `TensorDataset` by indexing its tensors, or return None for other datasets."""
+    """Return a collated batch by indexing the tensors of a `TensorDataset`. Return None for other datasets."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -112,6 +115,7 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
     if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
         return None
     numbers = np.array(indices)  # seven times faster than torch.tensor for a list
+    # Indices other than integers are left to the dataset.
     if numbers.dtype.kind != "i":
         return None
     index = torch.from_numpy(numbers.astype(np.int64, copy=False))
@@ -119,11 +123,12 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
 
 
 def _is_as_in_torch(dataset: Any, kind: type) -> bool:
-    """Return True if the dataset's class is exactly torch's `kind` and its `__getitem__` was not replaced."""
+    """Return True if a dataset is exactly of torch's class `kind`, with torch's own methods for reading."""
     return type(dataset) is kind and "__getitems__" not in vars(dataset) and kind.__getitem__ is _OWN_READING[kind]
 
 
 def _collates_as_in_torch() -> bool:
+    # Users can register their own functions for collating in this map.
     plain = default_collate_fn_map.get(Tensor) is collate_tensor_fn
     return plain and not any(isinstance((), kind) for kind in default_collate_fn_map)
 
@@ -140,7 +145,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """Batch sampler for torch's DataLoader that starts the iterator set in `begin`."""
+    """Batch sampler whose iterator comes from the function `begin`, which is replaced for each epoch."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -150,7 +155,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Reader that shards the user's sampler or batch sampler and reads this process's samples with a DataLoader."""
+    """Reader of a map-style dataset. It shards the user's sampler, and reads samples with a DataLoader."""
 
     def __init__(
         self,
@@ -168,6 +173,7 @@ class MapReader:
         self._replicas = 1
         if distributed is not None:
             self._replicas = distributed.num_replicas
+            # The user's DistributedSampler shards by itself, so each process uses all of it.
             layout = layout._replace(shard=DataShard(), split=False)
             _warn_of(distributed)
         self.layout = layout._replace(batch_size=self.order.batch_size)
@@ -270,11 +276,13 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read the epoch's first batches and their row counts, for an iteration that begins after them."""
+        """Read the first batches of an epoch and count their rows, because padding is made from them."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
+        # A few samples do not need worker processes.
         inner = self._make_inner(stream, **WITHOUT_WORKERS)
+        # A new generator, because a DataLoader draws a seed from it.
         inner.generator = torch.Generator()
         with isolated_random_state():
             found = list(inner)
@@ -293,7 +301,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Draw the epoch's order from the random state `start`, which may differ from the current one.
+        """Draw the order of the epoch from a recorded random state instead of the current one.
 
         Returns a function to call at the end, and the epoch's first samples if the position is after them.
         """
@@ -339,7 +347,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Conversion of an epoch's batches of indices into the requests with which this process reads its dataset.
+    """Converter from batches of indices to the requests with which this process reads its dataset.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
@@ -359,7 +367,7 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Yield requests with which the dataset is indexed, and append the `BatchInfo` of each to `infos`."""
+        """Yield the requests with which this process reads its dataset. Append a `BatchInfo` for each to `infos`."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched
@@ -389,12 +397,12 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
 
 
 def _started(items: Iterator[Any]) -> Iterator[Any]:
-    """Read the first item, so that the iterator has begun, and return an iterator over all items."""
+    """Read the first item now, so that a sampler draws its order. Return an iterator over all items."""
     return chain(list(islice(items, 1)), items)
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Check that all processes begin with equal indices, and return the batches unchanged."""
+    """Return the batches unchanged, after checking that all processes begin with equal indices."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
@@ -408,7 +416,7 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Log once that a user's DistributedSampler is not sharded again, and warn if it repeats samples."""
+    """Log that a user's `DistributedSampler` is used unchanged, and warn if it repeats samples."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

@@ -55,6 +55,7 @@ class KeyedPermutation:
 
     def __init__(self, length: int, key: int) -> None:
         self.length = length
+        # Both halves have equally many bits, as a Feistel network requires.
         half_bits = _SMALL_HALF_BITS if length <= _SMALL else ((length - 1).bit_length() + 1) // 2
         self._half = np.uint64(half_bits)
         self._mask = np.uint64((1 << half_bits) - 1)
@@ -80,6 +81,7 @@ class KeyedPermutation:
     def _encrypt(self, values: _Words) -> _Words:
         left = values >> self._half
         right = values & self._mask
+        # Each round replaces (left, right) by (right, left ^ mix(right + key)).
         for key in self._keys:
             mixed = right + key  # arrays of uint64 wrap around without a warning
             mixed ^= mixed >> np.uint64(33)
@@ -94,7 +96,7 @@ class KeyedPermutation:
 
 
 class PermutationSampler(Sampler[int]):
-    """Sampler that shuffles a dataset of any size in constant memory and can start at any position at once.
+    """Sampler that shuffles a dataset in constant memory and can start at any position without delay.
 
     It works as `sampler=` of any `torch.utils.data.DataLoader`. Each epoch has its own order, which depends only on the
     length, the seed and the epoch. Each iteration is the next epoch unless `set_epoch` is called.
@@ -132,11 +134,11 @@ class PermutationSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the current iteration. Before the first one, and after `set_epoch`, that of the next one."""
+        """Number of the current epoch. Before the first iteration, and after `set_epoch`, that of the next one."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration and of random access.
+        """Set the epoch whose order the next iteration and `sampler[position]` use.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -152,7 +154,7 @@ class PermutationSampler(Sampler[int]):
         yield from self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Begin an epoch at a position, without computing the indices before it.
+        """Yield an epoch's indices from a position on, without computing the earlier ones.
 
         Args:
             position: Number of samples to skip, from 0 to the length.
@@ -175,6 +177,7 @@ class PermutationSampler(Sampler[int]):
         """Return the index at a position of the epoch's order, or a list of indices for a slice."""
         permutation = self._permutation()
         if isinstance(position, slice):
+            # A range resolves negative positions and slices.
             places = range(permutation.length)[position]
             positions = np.arange(places.start, places.stop, places.step, dtype=np.int64).astype(np.uint64)
             indices: list[int] = permutation(positions).tolist()
@@ -195,6 +198,7 @@ class PermutationSampler(Sampler[int]):
         return f"PermutationSampler({len(self)}, seed={self.seed}, epoch={self._epoch})"
 
     def __getstate__(self) -> dict[str, Any]:
+        # The permutation is cheap to rebuild, so it is not pickled.
         return {**self.__dict__, "_cached": None}
 
 
@@ -204,7 +208,7 @@ LARGE_SET = 50_000_000  # with more samples, a RandomSampler's list of indices t
 
 
 class InterleavingSampler(DistributedSampler[Any]):
-    """Sampler that gives each process every n-th sample, like `DistributedSampler`, with a fixed seed.
+    """`DistributedSampler` that gives this process every n-th sample for n processes, with a fixed seed.
 
     If the length is not a multiple of the number of processes, the first samples are repeated at the end.
 
@@ -254,7 +258,7 @@ class Position:
 
 
 class IndexOrder:
-    """Batches of indices of a map-style loader, in the order of the user's sampler or batch sampler."""
+    """Order in which a map-style loader reads its samples: batches of indices from the user's sampler."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batched = loader.batch_sampler is not None
@@ -273,7 +277,7 @@ class IndexOrder:
 
     @property
     def source(self) -> Any:
-        """Batch sampler of the loader, or its sampler if it has no batch sampler."""
+        """The loader's batch sampler, or its sampler if the loader has no batch sampler."""
         return self.batch_sampler if self.batched else self.sampler
 
     @property
@@ -282,7 +286,7 @@ class IndexOrder:
 
     @property
     def draws_at_once(self) -> bool:
-        """True if the sampler draws from the global generators only before its first index."""
+        """True if the sampler draws all its random numbers before it gives its first index."""
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE
@@ -294,14 +298,14 @@ class IndexOrder:
 
     @property
     def distributed_sampler(self) -> DistributedSampler[Any] | None:
-        """`DistributedSampler` of the user, or None if the user's sampler is another one."""
+        """The user's `DistributedSampler`, or None if the loader has another sampler."""
         return next((each for each in (self.sampler, self.source) if isinstance(each, DistributedSampler)), None)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the sampler's number of batches, or None if the last batch must be detected by reading ahead.
+        """Return the length that the sampler reports, or None to find the last batch by reading one ahead.
 
         Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """
@@ -313,7 +317,7 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Warn at the end of an epoch if the sampler gave another number of batches than its length."""
+        """Warn if the epoch has ended at another number of batches than the sampler's length says."""
         if batches and not was_last:
             logger.warning_once(
                 "%s has a length of %d batches, but gave %d. In this epoch the last batch was therefore not recognised "
@@ -325,17 +329,17 @@ class IndexOrder:
             self._length_is_wrong = True
 
     def plain_iterator(self) -> Iterator[Any]:
-        """Return the iterator that torch's DataLoader would create, which draws nothing before the first batch."""
+        """Return an iterator over the sampler, created in the way in which torch's DataLoader creates it."""
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over lists of indices; without a batch sampler, each list has one index."""
+        """Return an iterator over lists of indices. Without a batch sampler, each index gets its own list."""
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Skip the samples before a position. Returns the remaining batches, the epoch's head and the number skipped.
+        """Skip the samples before a position. Return the other batches, the first samples and the number skipped.
 
         Samplers with random access do not compute the skipped indices.
         """
@@ -345,6 +349,7 @@ class IndexOrder:
         skipped = position.batches * size if position.samples is None else position.samples
         per_process = skipped
         if self.distributed_sampler is not None:
+            # A DistributedSampler iterates over the samples of one process only.
             per_process //= self.distributed_sampler.num_replicas
         indices, first = _skip_indices(self.sampler, iterator if not self.batched else None, per_process, keep * size)
         head = Head(first, [min(size, len(first) - start) for start in range(0, len(first), size)])
@@ -356,12 +361,13 @@ class IndexOrder:
 def _skip_indices(
     sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
 ) -> tuple[Iterator[Any], list[Any]]:
-    """Return an iterator over the indices after the first `skipped` ones, and the first `keep` of all indices."""
+    """Return the indices after the first `skipped` ones, and a list of the first `keep` indices of the epoch."""
     if type(sampler) is PermutationSampler:
         rest = sampler.iterate_from(skipped)
         following = list(islice(rest, 1))  # reading the first index begins the epoch
         return chain(following, rest), sampler[:keep]
     if type(sampler) is SequentialSampler:
+        # Slicing a range skips indices without iterating over them.
         every = range(len(sampler.data_source))
         return iter(every[skipped:]), list(every[:keep])
     indices = iter(sampler) if iterator is None else iterator
@@ -373,7 +379,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip batches of the user's batch sampler before a position, and cut the batch that contains it."""
+    """Skip batches before a position. Return the other batches, the first samples and the number skipped."""
     head = Head([], [])
     skipped = count = 0
 
@@ -402,7 +408,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Generator for a RandomSampler that is seeded at the start of each epoch with the seed plus the epoch."""
+    """Helper that seeds a `RandomSampler` in each epoch with a fixed seed plus the number of the epoch."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self._seed = seed

@@ -19,7 +19,7 @@ Place = Callable[[Any], Any]
 
 
 class SideStreamPlacement:
-    """Placement of batches on a separate stream, so that copies overlap with computation.
+    """Callable that copies batches to the device on a side stream, so that copies overlap with computation.
 
     The host never waits. A copy runs beside the kernels of the previous batch, and kernels queued after `receive` wait
     for it. Copies overlap only if host memory is pinned and the placing function uses `non_blocking=True`.
@@ -36,7 +36,7 @@ class SideStreamPlacement:
         return self.receive(self.send(batch))
 
     def send(self, batch: Any) -> Any:
-        """Start copying a batch to the device on the side stream. Pass the result to `receive` before use."""
+        """Start copying a batch to the device on the side stream. Pass the result to `receive` before using it."""
         # Created late, so that preparing a loader does not initialise the device.
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
@@ -44,7 +44,7 @@ class SideStreamPlacement:
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Make kernels that are queued from now on wait for the copy of a sent batch, and return the batch."""
+        """Make the current stream wait until a sent batch has been copied, and return the batch."""
         current = self._kind.current_stream()
         if current is not None:
             current.wait_stream(self._stream)
@@ -63,14 +63,14 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Wrap a placing function so that it copies on a side stream, if the device has streams."""
+    """Return a function that copies batches on a side stream, or `place` itself if the device has no streams."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
 
 
 def sends_ahead(place: Place | None) -> bool:
-    """Return True if batches may be copied while the previous ones are being processed."""
+    """Return True if the next batch may be copied to the device while the current one is being processed."""
     return isinstance(place, SideStreamPlacement) and place.sends_ahead
 
 
@@ -78,7 +78,7 @@ _ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
 
 
 class PendingBatch:
-    """Batch that has been read and is moved to the device on first use, if it was not sent earlier.
+    """Batch on the host that moves to the device when it is first used, or earlier if it is sent ahead.
 
     Args:
         batch: The batch on the host.
@@ -105,12 +105,12 @@ class PendingBatch:
 
     @property
     def batch(self) -> Any:
-        """Data of the batch, on the device."""
+        """The data of the batch, moved to the device on first use."""
         return self.take()
 
     @property
     def is_missing(self) -> bool:
-        """True if the batch is None, as for an exhausted loader of a `CombinedLoader`."""
+        """True if there is no data, as for a loader of a `CombinedLoader` that has already ended."""
         return self._batch is None
 
     @property
@@ -118,7 +118,7 @@ class PendingBatch:
         return self._state == _RELEASED
 
     def take(self) -> Any:
-        """Return the batch on the device, and start copying the following batch if it has been read.
+        """Move the batch to the device if needed, and return it. Then start copying the following batch.
 
         Release the previous batch first, so that at most two batches are on the device.
         """
@@ -136,7 +136,7 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Set the following batch, whose copy to the device starts when this one is taken.
+        """Link the batch that follows. Its copy to the device starts as soon as this batch is used.
 
         Args:
             following: The batch that was read after this one.
@@ -144,24 +144,26 @@ class PendingBatch:
         self._following = following
 
     def send(self) -> None:
-        """Start copying the batch to the device if this has not been done."""
+        """Start copying the batch to the device, unless this has been done already."""
         if self._state == _ON_HOST:
             self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
             self._state = _SENT
 
     def release(self) -> None:
-        """Drop the reference to the batch after it has been processed."""
+        """Free the batch after it has been processed. It cannot be used afterwards."""
         if self._batch is not None:
+            # Not None, which stands for a missing batch (see `is_missing`).
             self._batch = ...
         self._state = _RELEASED
 
 
 class PendingParts(PendingBatch):
-    """Combined batch of several loaders, whose parts each move to the device on first use."""
+    """Batch of a `CombinedLoader` with one part per loader. The parts move to the device on first use."""
 
     __slots__ = ("_arranged", "_parts")
 
     def __init__(self, parts: Sequence[Any], info: BatchInfo, arranged: Callable[[list[Any]], Any]) -> None:
+        # A placeholder, because the data is put together on first use.
         super().__init__(..., info)
         self._state = _ON_HOST
         self._parts, self._arranged = parts, arranged
@@ -177,7 +179,7 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Wrap batches in `PendingBatch` objects, each linked to the next one if it may be copied ahead."""
+    """Wrap batches in `PendingBatch` objects, linked so that the next one can be copied ahead."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)
@@ -201,7 +203,7 @@ def _nothing() -> None:
 
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield each item only after the next one has been read."""
+    """Yield items with a delay of one, so that the next item has always been read already."""
     held: list[Item] = []  # never holds the latest yielded item, so that it can be freed
     for item in items:
         held.append(item)

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class SkippingLoader(DataLoader[Any]):
-    """View of a prepared loader that skips its first batches in each iteration; created by `skip_first_batches`.
+    """View of a prepared loader without its first batches; created by `skip_first_batches`.
 
     It has no own state. The epoch, the position and all attributes are those of the prepared loader. An epoch that is
     resumed through the view therefore counts as that loader's epoch.
@@ -84,7 +84,7 @@ def prepare_loader(
     fill: bool = False,
     sends_ahead: bool = False,
 ) -> PreparedLoader:
-    """Prepare a loader so that it gives this process its share of the batches, on the device.
+    """Return a loader that gives this process its share of the batches, on the device.
 
     Args:
         loader: A `torch.utils.data.DataLoader`, or any iterable of batches.
@@ -138,7 +138,7 @@ def prepare_loader(
 
 
 def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> SkippingLoader:
-    """Return a view of a loader that skips the first batches, for the epoch in which a run resumes.
+    """Return a view of a loader without its first batches, to continue an interrupted epoch.
 
     Skipped samples of a map-style dataset are not read.
 
@@ -162,7 +162,7 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Skipp
 
 
 def is_plain(loader: Any) -> bool:
-    """Return True for a `DataLoader` whose `__iter__` is torch's own, and not that of a subclass."""
+    """Return True if a loader is a `DataLoader` whose `__iter__` method has not been overridden."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -179,6 +179,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
     streams = plain and isinstance(loader.dataset, IterableDataset)
     dispatch, compared = config.dispatch_batches, False
     if dispatch is None:
+        # By default, only rank 0 reads an iterable dataset.
         dispatch, compared = streams, streams and sharded
 
     def make(layout: Layout, keep: int = 0) -> Reader:
@@ -191,6 +192,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
     if not (dispatch and sharded):
         return make(layout)
     size = loader.batch_size if plain else None
+    # Rank 0 reads whole batches like a single process, and `DispatchReader` shards them.
     alone_layout = layout._replace(shard=DataShard(), split=False)
     layout = layout._replace(batch_size=size)
     return DispatchReader(lambda: make(alone_layout, keep=layout.group_size), layout, loader, compared)

@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Result of `Reader.open`: the batches of one iteration and how to end it.
+    """Result of `Reader.open`: the batches of one iteration, and a function to call at its end.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.
@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 class Reader(Protocol):
-    """Protocol of objects that read this process's share of a loader, one class for each kind of loader.
+    """Protocol of objects that read one process's share of a user's loader.
 
     Attributes:
         layout: How batches are shared between processes. It may be changed between iterations.
@@ -54,23 +54,23 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """True if processes with equally long loaders always have equally many batches."""
+        """True if processes whose loaders are equally long always get equally many batches."""
         ...
 
     @property
     def reads_ahead(self) -> bool:
-        """True if the next batch may be read before the current one is processed, without changing any result.
+        """True if the next batch may be read before the current one is processed, without changing a result.
 
         This is the case if workers read ahead anyway and the whole order is already drawn.
         """
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch at a position."""
+        """Begin an iteration over an epoch at a position, and return its batches."""
         ...
 
     def restart(self) -> None:
-        """Reset the reader and replace persistent workers, so that its next iteration is like the first."""
+        """Discard persistent workers and earlier state, so that the next iteration is like the first one."""
         ...
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ _SPLITTING_PACKAGES = {"litdata", "streaming", "webdataset", "wids"}
 
 
 def is_split_already(loader: Any) -> bool:
-    """Return True if a loader already reads a different part of the data on each process.
+    """Return True if a loader already reads different data on each process.
 
     Such data must not be sharded again. All processes must call this, because they compare their tables of the package
     `datasets`.
@@ -105,12 +105,12 @@ def is_split_already(loader: Any) -> bool:
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """Limit an iterator to `limit` items, minus the `skipped` ones that came before it. Nothing more is read."""
+    """Return an iterator that ends at `limit` items, counting `skipped` earlier ones. None means no limit."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Read the first item. Returns a list with it (or an empty list) and an iterator over all items.
+    """Read the first item. Return it in a list, which is empty if there is none, and an iterator over all items.
 
     The iterator keeps no reference to items that it has yielded.
     """
@@ -129,7 +129,7 @@ def smallest_known(*lengths: int | None) -> int | None:
 
 
 def last_rows(loader: Any) -> int | None:
-    """Return the number of rows in a loader's last batch, or None if its length and batch sampler do not give it."""
+    """Return the number of rows in the last batch of a loader, or None if it cannot be computed."""
     if isinstance(loader, (list, tuple)):
         return batch_size_or_none(loader[-1]) if loader else None
     batches = getattr(loader, "batch_sampler", None)
@@ -140,6 +140,7 @@ def last_rows(loader: Any) -> int | None:
     try:
         # The sampler of an iterable dataset has no end.
         samples: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else batches.sampler
+        # A full batch if the number of samples is a multiple of the batch size.
         return (len(samples) - 1) % batches.batch_size + 1 if len(samples) else None
     except (TypeError, NotImplementedError):
         return None
@@ -149,7 +150,7 @@ def do_nothing() -> None: ...
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """Create a DataLoader over another dataset with a loader's options for workers and memory, plus changes."""
+    """Return a DataLoader over another dataset, with the options of a given loader except for `changes`."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -162,13 +163,14 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
         "pin_memory_device": loader.pin_memory_device,
         "in_order": loader.in_order,
     }
+    # A DataLoader without workers refuses a prefetch_factor.
     if loader.num_workers > 0:
         options["prefetch_factor"] = loader.prefetch_factor
     return DataLoader(dataset, **{**options, **changes})
 
 
 def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Set the number of rows in each `BatchInfo` from the batch itself.
+    """Set the numbers of rows in each `BatchInfo` by counting the rows of the batch.
 
     A padding batch without countable rows counts as one row.
     """

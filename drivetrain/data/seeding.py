@@ -35,9 +35,10 @@ _FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """Return True if reading a sample certainly draws no random numbers, as with tensors, lists and subsets of them."""
+    """Return True if reading a sample never draws random numbers, as for tensors, lists and their subsets."""
     if "__getitems__" in getattr(dataset, "__dict__", ()):  # set on the instance; torch's DataLoader calls it
         return False
+    # A table of the package `datasets` that only converts its values to tensors.
     is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch"
     if type(dataset) in _FIXED or is_table:
         return True
@@ -56,10 +57,11 @@ def is_deterministic_collate(collate_fn: Any) -> bool:
 
 
 def key_of(index: Any) -> int:
-    """Map any index of a sampler to an integer, equal in every process."""
+    """Return an integer for an index of any type, equal in every process, from which a sample is seeded."""
     try:
         return operator.index(index)
     except TypeError:
+        # Not hash(), which differs between processes for strings.
         return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
 
 
@@ -68,7 +70,7 @@ def as_is(batch: Any) -> Any:
 
 
 class SeededBatches(Dataset[Any]):
-    """Dataset that reads and collates whole batches, with each sample in its own random state.
+    """Dataset that reads and collates whole batches, with the generators seeded for each sample.
 
     It is indexed with `(epoch, indices)`, because persistent workers hold a copy that `set_epoch` cannot reach. In the
     main process the global generators are restored afterwards.
@@ -159,7 +161,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Read samples with all generators seeded before each one, and record which generators they use."""
+        """Read the samples of the first batch, and record which generators reading a sample uses."""
         drawn: list[str] = []
         samples = []
         for index in indices:
@@ -179,7 +181,7 @@ def collate_seed(seed: int, epoch: int, key: int) -> int:
 
 
 class ShowUsersDataset:
-    """Worker init function that makes `get_worker_info().dataset` the user's dataset instead of its wrapper."""
+    """Function for `worker_init_fn` that makes `get_worker_info().dataset` return the user's dataset."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn

@@ -33,7 +33,7 @@ _UNREAD: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows that one process takes from a group of batches: rows of one batch, followed by padding.
+    """Rows that one process takes in a step: some rows of one batch, followed by padding rows.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Rules by which groups of batches are shared between processes.
+    """Rules for sharing a loader's batches between processes.
 
     Attributes:
         shard: Part of the data that this process reads.
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of batches that all processes together take in one step."""
+        """Number of the user's batches that all processes together take in one step."""
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
@@ -88,12 +88,13 @@ class Layout(NamedTuple):
         if self.drop_last:
             return batches // self.shard.count
         if self.tail is TailPolicy.UNEVEN:
+            # This process takes the batches index, index + count, and so on.
             return max(0, (batches - self.shard.index + self.shard.count - 1) // self.shard.count)
         return -(-batches // self.shard.count)
 
 
 class Head(NamedTuple):
-    """First samples of an epoch, which are used as padding at its end.
+    """First samples of an epoch, kept because the padding at the end of the epoch is made from them.
 
     Attributes:
         samples: The samples.
@@ -107,7 +108,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Compute one process's share of a group of batches, or None if it gets no batch."""
+    """Choose the rows that one process takes from the batches of a step. Return None for a process without rows."""
     if not all(sizes):
         raise DataError(
             "The batch sampler gave an empty batch, which cannot be shared between processes. Every batch must have "
@@ -128,19 +129,22 @@ def plan_share(
     elif not size:
         if layout.tail is TailPolicy.UNEVEN:
             return None
+        # TailPolicy.WHOLE: a copy of the epoch's first batch, all of it padding.
         padding = first_batch
     return Share(mine if size else None, 0, size, padding, offset)
 
 
 def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: bool) -> Share | None:
-    """Compute one process's share of a batch that is split over all processes, or None if it gets no rows."""
+    """Choose the rows that one process takes from a batch that all processes share. Return None for no rows."""
     count = layout.shard.count
     if layout.tail is TailPolicy.COMPLETE:
         target = max(layout.batch_size or 0, size) if final else size
+        # Rows of each process, rounded up. Missing rows become padding.
         width = -(-target // count)
         start, stop = min(mine * width, size), min((mine + 1) * width, size)
         padding = width - (stop - start)
         return Share(0 if stop > start else None, start, stop, padding, max(0, mine * width - size))
+    # The first `extra` processes get one row more than the others.
     each, extra = divmod(size, count)
     start = mine * each + min(mine, extra)
     stop = start + each + (mine < extra)
@@ -155,6 +159,7 @@ def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tupl
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
     while ahead[0] is not _END:
+        # If the length is known, only the last item is checked by reading ahead.
         if length is not None and number < length:
             yield ahead.pop(), False
             ahead.append(next(iterator, _END))
@@ -174,7 +179,7 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield one process's share of each step's batches, with its `BatchInfo`.
+    """Yield the batches that one process takes from those of all processes, each with its `BatchInfo`.
 
     A single process gets the given batch objects themselves.
     """
@@ -208,7 +213,7 @@ def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
 def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield each step's batch of one of several processes, with its `BatchInfo`.
+    """Yield this process's batch of each step, with its `BatchInfo`. Used for two or more processes.
 
     With `TailPolicy.UNEVEN`, `last` refers to the group of all processes.
     """
@@ -245,7 +250,7 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Yield lists of items, one item per process; a short last list is dropped if `layout.drop_last` is set."""
+    """Yield lists with the items of one step. A short last list is left out if `layout.drop_last` is set."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -259,7 +264,8 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Build one process's batch from a group of collated batches."""
+    """Build the batch of one process from the collated batches of a step, with padding rows if planned."""
+    # A batch of padding only is the first batch of the epoch.
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
     own: list[Any] = [] if share.source is None else [group[share.source]]
@@ -280,11 +286,11 @@ def share_of_batches(
 
 
 class OtherForm(Exception):
-    """Error for batches whose rows cannot be combined because their shapes, keys or lengths differ."""
+    """Exception for batches whose rows cannot be combined because shapes, keys or lengths differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
-    """Build a batch from chosen rows of several batches of equal form.
+    """Build a batch from selected rows of several batches with an equal structure.
 
     Tensors, NumPy arrays and lists are columns if they are as long as their batch has rows. All other values are taken
     unchanged from the last batch.
@@ -331,7 +337,7 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
-    """Return True if sequences hold one value per row, and False if they hold the parts of a batch."""
+    """Return True if the sequences hold one value per row, and False if they hold the fields of a batch."""
     if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
         return False
     if len(set(counts)) > 1:  # the number of parts would not change with the number of rows
@@ -355,7 +361,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Pad short batches with copies of their own rows, which count as padding."""
+    """Pad short batches by repeating their rows. Used for devices that compile one graph per shape."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -386,6 +392,7 @@ _NONE_LEFT: Any = (None, None)
 
 
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
+    # On the CPU if the process group allows it, because reading the result would wait for a device.
     on_host = not dist.is_initialized() or "cpu" in str(dist.get_backend_config())
     device = torch.device("cpu") if on_host else PartialState().device
     total: list[int] = reduce(torch.tensor(numbers, dtype=torch.int64, device=device), "sum").tolist()
@@ -393,7 +400,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches only after all processes have exchanged if each has one, and if it is the last.
+    """Yield batches, and raise an error in a step in which only some of the processes have a batch.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -404,6 +411,7 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
         has_one = info is not None
         has_more = has_one and not info.last
         given += has_one
+        # All processes agree if each count is 0 or the number of processes.
         if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
             raise DataError(_different_ends_message(gather_object([(given, has_more)])))
         if has_one:
@@ -415,7 +423,7 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def digest_of(samples: Any) -> str:
-    """Return a digest of samples that does not depend on the process.
+    """Return a hash of samples, with which processes check that they have read equal samples.
 
     For objects of unknown classes, it covers the bytes (`tobytes`, as for images) or the attributes.
     """
@@ -440,6 +448,7 @@ def digest_of(samples: Any) -> str:
         elif callable(getattr(value, "tobytes", None)):
             digest.update(value.tobytes())
         elif hasattr(value, "__dict__") and id(value) not in seen:
+            # Objects can contain themselves.
             seen.add(id(value))
             add(vars(value))
 
@@ -448,15 +457,16 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Raise an error if a stream gives each process its own part, because sharding it would lose data.
+    """Raise an error if the processes read different samples from an iterable dataset.
 
-    All processes must call it.
+    Sharding such a dataset again would lose data. All processes must call the function.
     """
     digests = gather_object([begins_with])
     others = [digest not in (None, digests[0]) for digest in digests]
     if not any(others):
         return
     is_other = others[PartialState().process_index]
+    # Samples that differ at each reading come from a random order, and not from a split dataset.
     again = gather_object([read_again() if is_other and read_again is not None else begins_with])
     if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
         raise DataError(_other_samples_message(name))
@@ -469,7 +479,9 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
 
 
 def check_same_dataset(dataset: Any) -> None:
-    """Raise an error if each process holds its own part of a map-style dataset. All processes must call it.
+    """Raise an error if each process holds a different part of a map-style dataset.
+
+    All processes must call the function.
 
     No sample is read: only the lengths and the indices of a `Subset` are compared. Overlapping subsets, as
     `random_split` draws them without a seed, cause a warning.
@@ -479,6 +491,7 @@ def check_same_dataset(dataset: Any) -> None:
     if all(each == everyone[0] for each in everyone):
         return
     whole = gather_object([indices])
+    # Subsets without a common index are parts of one dataset.
     if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
         raise DataError(_other_samples_message(type(dataset).__name__))
     logger.warning_once(
@@ -488,7 +501,7 @@ def check_same_dataset(dataset: Any) -> None:
 
 
 def _indices_of(dataset: Any) -> Any:
-    """Return the indices of a subset, or of nested subsets, into the innermost dataset; None for other datasets."""
+    """Return the indices of a `Subset`, also a nested one, into the full dataset. None for other datasets."""
     indices = None
     while isinstance(dataset, Subset):
         own = np.asarray(dataset.indices)
@@ -526,10 +539,11 @@ def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Exchange the numbers of real rows in each step between processes that iterate together.
+    """Add to each `BatchInfo` the number of real rows that all processes together have in the step.
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """
+    # Processes that work on one batch together all count its rows.
     copies = PartialState().num_processes // shards
 
     def exchange(pair: Pair) -> Pair:

@@ -26,7 +26,7 @@ Bind = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 class _Part(NamedTuple):
-    """Offset, dtype and shape of one tensor inside the packed bytes of a weight."""
+    """Position, dtype and shape of one tensor in a flat buffer of bytes."""
 
     start: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class FrozenLinear(nn.Module):
-    """Frozen linear layer, optionally quantized, that moves itself to the device of its inputs.
+    """Frozen linear layer, possibly quantized, that follows its inputs to their device.
 
     The wrapped layer is not a submodule. State dicts do not contain it, and `half()` and the like do not cast it.
 
@@ -116,7 +116,7 @@ class FrozenLinear(nn.Module):
         self._unbind()
 
     def _unbind(self) -> None:
-        """Replace each part of the wrapped layer's weight by a one-element tensor expanded to the part's shape."""
+        """Replace the layer's weight tensors by one-element tensors expanded to their shapes, to free memory."""
         empty = {
             name: torch.empty(1, dtype=part.dtype, device=self._base_device).expand(part.shape)
             for name, part in self._parts.items()
@@ -143,7 +143,7 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen layer that passes as `nn.Linear` for peft and exposes no weight that peft could change.
+    """Frozen layer that peft accepts as an `nn.Linear`, but without a weight that peft could change.
 
     Attributes:
         scaling: Factor of the adapter's product. 0 without an adapter.
@@ -158,12 +158,12 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Empty tensor on the layer's device. peft places its adapters on the device of this attribute."""
+        """Empty tensor that tells peft the layer's device, on which peft creates its adapters."""
         return torch.empty(0, dtype=torch.uint8, device=self.scaling.device)
 
 
 class PeftLayers:
-    """Options of peft's LoRA layers, checked on construction, and their injection into a model."""
+    """Configuration of LoRA layers from peft, which can be added to a model."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -198,7 +198,7 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Wrap the named frozen layers of a model in peft adapters. Training modes stay as they were."""
+        """Add peft adapters to the named layers of a model, without changing any module's training mode."""
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes
@@ -215,7 +215,7 @@ class PeftLayers:
 
 @contextmanager
 def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
-    """Register a dummy parameter on a model that has none. peft 0.21 reads the device from the first parameter."""
+    """Give a model without parameters a temporary one, from which peft reads the device."""
     if any(True for _ in model.parameters()):
         yield
         return
@@ -265,6 +265,7 @@ class LoRALinear(FrozenLinear):
         self.register_buffer("scaling", torch.tensor(alpha / rank if rank else 0.0, device=device))
         if rank:
             self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
+            # Zero, so that the first forward equals the frozen layer's.
             self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
             nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
@@ -278,11 +279,12 @@ class LoRALinear(FrozenLinear):
         output = super().forward(x)
         if self.rank:
             low = nn.functional.linear(self.dropout(x).to(self.lora_A.dtype), self.lora_A)
+            # Two thin products; `B @ A` first would cost a full weight matrix.
             output = output + (nn.functional.linear(low, self.lora_B) * self.scaling).to(output.dtype)
         return output
 
     def update(self) -> Tensor:
-        """Return the scaled low-rank update `B @ A` of the layer's weight, shape `(out_features, in_features)`."""
+        """Return the adapter's update of the weight, `scaling * B @ A`, of shape `(out_features, in_features)`."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())
@@ -364,7 +366,7 @@ class QLoRA:
         device_map: Any = None,
         **options: Any,
     ) -> nn.Module:
-        """Quantize and freeze a model in place, and add adapters to its linear layers.
+        """Quantize and freeze a model in place, and add trainable LoRA adapters to its linear layers.
 
         All processes must call this method with the same arguments and the same random seed.
 
@@ -425,7 +427,7 @@ class QLoRA:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return the SHA-256 hex digest of all parameters of a model, by name. Quantized parameters enter as stored."""
+    """Return a SHA-256 hex digest over all parameters of a model. Quantized ones count in their stored form."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         for part in _plain(parameter.detach()):
@@ -444,7 +446,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
-    """Add a digest buffer to a model and exclude frozen parameters from its state dict."""
+    """Exclude frozen parameters from a model's state dict, and store their digest in it instead."""
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
     model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]
@@ -452,7 +454,7 @@ def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
 
 
 class _DropFrozen:
-    """State dict hook that removes frozen parameters, unless they have been unfrozen since."""
+    """State dict hook that leaves out frozen parameters, so that checkpoints contain the adapters only."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen
@@ -466,7 +468,7 @@ class _DropFrozen:
 
 
 class _RestoreFrozen:
-    """Load hook that checks the digest of the frozen weights and fills in the frozen parameters."""
+    """Load hook that checks the digest of frozen parameters, and adds them to the loaded state dict."""
 
     def __init__(self, frozen: Sequence[str], digest: str) -> None:
         self._frozen, self._digest = frozen, digest

@@ -39,7 +39,7 @@ _STATE_HANDLES = "_hf_hook_state_handles"
 
 
 class AlignDevicesHook(ModelHook):
-    """Hook that moves a module's inputs to one device, and keeps its weights there or loads them for the forward only.
+    """Hook that runs a module on one device: it moves the inputs there and, with `offload`, loads the weights.
 
     Args:
         execution_device: Device of the forward. If None, inputs and weights are not moved.
@@ -106,6 +106,7 @@ class AlignDevicesHook(ModelHook):
         return {**vars(self), "tied_params_map": None, "_tied": {}, "_shared": set(), "_borrowed": []}
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
+        # Subclasses may override any method, so register those that they override.
         if type(self) is not AlignDevicesHook:
             return super().needs()
         after = self.offload or self.io_same_device
@@ -115,7 +116,7 @@ class AlignDevicesHook(ModelHook):
         return before, after, self.offload or self.no_grad
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Move the module's tensors to the execution device, or offload them if `offload` is True."""
+        """Move the module's tensors to the execution device, or offload the weights if `offload` is True."""
         tensors = _tensors(module, self.place_submodules)
         given = self.tied_params_map
         tied = self._tied = tied_tensors(module, self.place_submodules) if given is None else given
@@ -154,7 +155,7 @@ class AlignDevicesHook(ModelHook):
         self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
     def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Apply a function that neither moves nor casts, such as `share_memory`, to resident and offloaded weights."""
+        """Apply a function that keeps device and dtype, such as `share_memory_`, also to offloaded weights."""
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
@@ -177,7 +178,7 @@ class AlignDevicesHook(ModelHook):
         return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
 
     def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the inputs moved to the execution device, or None if they are on that device already."""
+        """Return the inputs moved to the execution device, or None if all of them are there already."""
         device: Any = self._device
         for value in (*args, *kwargs.values()) if kwargs else args:
             if (not isinstance(value, Tensor) or value.device != device) and value is not None:
@@ -196,7 +197,6 @@ class AlignDevicesHook(ModelHook):
             self._unload()
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Move offloaded weights back to their original devices."""
         if self.offload:
             if self._guard is not None:
                 self._guard.remove()
@@ -212,7 +212,7 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
     def _register_tied(self, name: str) -> bool:
-        """Register a tied weight by its address. Returns False if the weights map reads it on each access."""
+        """Register a tied weight by its address. Return False if the address changes with each access."""
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self._tied.setdefault(first.data_ptr(), {})
@@ -236,7 +236,7 @@ class AlignDevicesHook(ModelHook):
             _forbid_gradient(table[last], f"{name!r} of {type(module).__name__}")
 
     def _unload(self) -> None:
-        """Replace the weights on the device by their placeholders, and drop the copies of tied weights."""
+        """Remove the loaded weights from the module after a forward, and free shared copies that it made."""
         while self._placeholders:
             table, name, placeholder = self._placeholders.pop()
             table[name] = placeholder
@@ -307,6 +307,7 @@ def _forbid_gradient(parameter: Tensor, what: str) -> None:
             "module on its device.",
         )
 
+    # The gradient would accumulate on the loaded copy, which the hook discards after the forward.
     watch: Any = parameter.register_hook
     watch(refuse)
 
@@ -329,7 +330,7 @@ def _load_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if a module's weights are offloaded between forwards.
+    """Return True if a hook offloads the module's own weights while its forward is not running.
 
     Args:
         module: The module. Submodules are not checked.
@@ -344,7 +345,7 @@ def _offloading_hook(hook: Any) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Context manager that holds a module's own parameters on one device.
+    """Context manager that moves a module's own parameters to one device, and restores them on exit.
 
     Args:
         module: The module, without its submodules. Offloaded weights are loaded for the duration of the context.
@@ -360,6 +361,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.pre_forward(module)
             yield
         finally:
+            # Unloads the weights without moving any output.
             hook.on_error(module)
             hook.execution_device = before
         return
@@ -378,7 +380,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the full state dict of a model whose weights are partly or fully offloaded.
+    """Return the full state dict of a model, including weights that are offloaded to the CPU or disk.
 
     Args:
         model: The model.
@@ -406,7 +408,7 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` for one device to a module and to all submodules that contain tensors.
+    """Add hooks to a module and its submodules that move the inputs of each to one device.
 
     Args:
         module: The module. Modules that already have a hook are skipped.
@@ -437,7 +439,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Append an `AlignDevicesHook` to every submodule that holds parameters or buffers of its own.
+    """Add hooks that move each submodule's tensors and inputs to one device, and offload weights if requested.
 
     Args:
         module: The module.
@@ -496,7 +498,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Append an `AlignDevicesHook` to each block of a model that a device map names.
+    """Add hooks to the named blocks of a model, so that each runs on its assigned device.
 
     Args:
         module: The model.
@@ -525,9 +527,11 @@ def attach_align_device_hook_on_blocks(
         name, outermost = ".".join(filter(None, (module_name, inner))), not inner
         if name not in devices or name not in offloads or id(block) in placed:
             if outermost:
+                # The model itself only returns its output to the device of its input.
                 add_hook_to_module(block, AlignDevicesHook(io_same_device=True, **shared), append=True)
             continue
         device = devices[name]
+        # A block that is registered under two names gets one hook.
         placed.add(id(block))
         if offloads[name]:
             attach_align_device_hook(
@@ -540,6 +544,7 @@ def attach_align_device_hook_on_blocks(
                 preload_module_classes=preload_module_classes,
                 **shared,
             )
+            # A block without tensors of its own has no hook yet, but must move its inputs.
             if hook_of(block) is None:
                 add_hook_to_module(block, AlignDevicesHook(device, io_same_device=outermost, **shared), append=True)
         else:
@@ -556,7 +561,7 @@ _ON_CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Hook that keeps a model in CPU memory until its forward, and leaves it on the device afterwards.
+    """Hook that moves a model from CPU memory to a device at its forward, and leaves it there afterwards.
 
     Args:
         execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.
@@ -571,7 +576,6 @@ class CpuOffload(ModelHook):
         self.execution_device = detect_device_kind().device(0) if execution_device is None else execution_device
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Move the model to the CPU."""
         return module.to(_ON_CPU)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -595,7 +599,7 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
 
 
 class UserCpuOffloadHook:
-    """Handle from `cpu_offload_with_hook` that moves a model back to the CPU on request.
+    """Handle of a model with CPU offloading, which can move the model back to the CPU or stop the offloading.
 
     Args:
         model: The model.
@@ -610,14 +614,14 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook from the model. The model stays on its current device."""
+        """Stop the offloading by removing the hook from the model. The model stays on its present device."""
         remove_hook_from_module(self.model)
 
 
 def cpu_offload_with_hook(
     model: ModuleT, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[ModuleT, UserCpuOffloadHook]:
-    """Keep a model in CPU memory until its forward, then leave it on the device until the next model runs.
+    """Keep a model in CPU memory until its forward. It then stays on the device until another model runs.
 
     This serves pipelines of several models in which one model may run many times in a row. A model leaves the device
     when its successor runs, or when `offload()` of its handle is called.

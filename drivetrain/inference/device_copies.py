@@ -22,7 +22,7 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Group of weights that are copied to the device together and stay there until all their modules have returned.
+    """Group of weights that are copied to the device together, before the first of their modules runs.
 
     Attributes:
         name: Name of the first module.
@@ -52,7 +52,7 @@ def groups_of(
     num_blocks_per_group: int = 1,
     preload_module_classes: Collection[str] | None = None,
 ) -> list[Group]:
-    """Split a model's weights into groups. `wanted` holds the ids of the tensors to include."""
+    """Split the weights of a model whose ids are in `wanted` into groups that are copied together."""
     if kind not in KINDS:
         raise ConfigurationError(
             f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
@@ -63,6 +63,7 @@ def groups_of(
     whole = {id(module) for module in model.modules() if type(module).__name__ in preloaded}
     blocks = set() if kind == "leaf" else {id(module) for module in _blocks(model)}
     groups: list[Group] = []
+    # Consecutive blocks of one parent, collected until they form a group.
     run: list[tuple[str, nn.Module]] = []
     for name, module, is_whole in _outermost(model, whole | blocks):
         if (
@@ -92,7 +93,7 @@ def _parent(name: str) -> str:
 
 
 def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield name, module and True if the module is taken with all its submodules, in model order."""
+    """Yield each module with its name, and with True for a block whose submodules are then left out."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -114,7 +115,7 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """Copies of a group's weights on the device.
+    """Device copies of one group of weights, with the event that marks the end of the transfer.
 
     Attributes:
         tensors: One tensor for each place of the group.
@@ -128,7 +129,7 @@ class _Arrived:
 
 
 class DeviceCopies:
-    """Copies of weight groups on a device, made on a side stream if the device supports streams."""
+    """Manager of temporary device copies of offloaded weights, transferred ahead of time on a side stream."""
 
     def __init__(
         self, groups: Sequence[Group], device: torch.device, budget: int, slots: int = 2, pin: bool = False
@@ -142,6 +143,7 @@ class DeviceCopies:
         self._used: set[int] = set()
         pins = self._side is not None and self._kind.pins_memory
         for group in groups:
+            # The first groups that fit the budget stay on the device after their first copy.
             budget -= group.nbytes
             self._stays.append(budget >= 0)
             if pin and pins:
@@ -156,13 +158,13 @@ class DeviceCopies:
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Make a group of offloaded modules use their weights on the device, and prefetch the groups in `ahead`."""
+        """Give a group of offloaded modules their weights on the device, and start to copy the groups in `ahead`."""
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Start to copy the given groups, and free earlier prefetched groups that are not among them."""
+        """Start to copy the weights of the given groups, and free earlier prefetched copies of other groups."""
         for number in self._arrived.keys() - self._used - set(numbers):
             if not self._stays[number]:
                 del self._arrived[number]
@@ -189,7 +191,7 @@ class DeviceCopies:
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Restore a group's offloaded weights, and free their copies unless they fit the budget."""
+        """Take the device copies away from a group of modules, and free them unless they fit the memory budget."""
         if number in self._used:
             self._put_back(number)
             if not self._stays[number]:
@@ -212,7 +214,7 @@ class DeviceCopies:
                     rest.copy_(tensor)
 
     def _on_device(self, group: Group) -> dict[int, Tensor]:
-        """Return the copies of a group's weights that other groups already have on the device, by tensor id."""
+        """Return existing device copies of weights that the group shares with other groups, by tensor id."""
         wanted = {id(rest) for rest in group.rest}
         return {
             id(rest): tensor
@@ -250,7 +252,7 @@ class DeviceCopies:
 
 
 class _Slot:
-    """Pinned staging memory for the weights of one group. Without memory, weights pass through unchanged."""
+    """Pinned staging buffer for the transfer of one group of weights. An empty one passes weights through."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self._memory, self._used = memory, 0
@@ -261,19 +263,20 @@ class _Slot:
             return weight
         size = weight.numel() * weight.element_size()
         part = self._memory[self._used : self._used + size].view(weight.dtype).view(weight.shape)
+        # Round up, so that every view is aligned for its dtype.
         self._used += -(-size // 64) * 64
         return part.copy_(weight)
 
 
 class _Ring:
-    """Pinned memory slots that are reused in turn, each after its last copy has finished."""
+    """Ring of pinned staging buffers, each of which is reused once its last transfer has finished."""
 
     def __init__(self, slots: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(slots)]
         self._next = 0
 
     def take(self, size: int) -> _Slot:
-        """Return the next free slot with room for `size` bytes, and wait for its previous copy to finish."""
+        """Return the next staging buffer, with room for `size` bytes, after its previous transfer has finished."""
         if not self._slots:
             return _Slot()
         before = self._slots[self._next]
@@ -292,7 +295,7 @@ class _Ring:
 
 
 class MappedPages:
-    """Read-ahead and eviction of the memory-mapped weight files of a model on the CPU."""
+    """Control over which memory-mapped weights of a CPU model stay in memory, by read-ahead and eviction."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache
@@ -312,7 +315,7 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Check that a group's weight files are unchanged, and prefetch its weights and those of groups in `ahead`."""
+        """Start to read the weights of a group and of the groups in `ahead`, after checking its files for changes."""
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):
@@ -322,7 +325,7 @@ class MappedPages:
                     part.file.will_need(part.start, part.end)
 
     def leave(self, number: int) -> None:
-        """Drop a group's pages from memory, unless they fit the budget or a weight was changed in place."""
+        """Drop the weights of a group from memory, unless they fit the budget or have been changed in place."""
         if self._stays[number]:
             return
         self._asked.discard(number)

@@ -36,11 +36,11 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Memory limits from `get_balanced_memory`, for which `infer_auto_device_map` reserves no further room."""
+    """Memory limits that `get_balanced_memory` returned. No extra room is reserved under them."""
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, int]:
-    """Return the bytes that a model may use on each device, accelerators first, then CPU and disk.
+    """Return how many bytes a model may use on each device: accelerators first, then CPU and disk.
 
     Args:
         max_memory: Limits by device, in bytes or as text such as `"20GiB"`. Keys are an accelerator's number or name,
@@ -67,6 +67,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
 def _free_memory() -> dict[Device, int]:
     found: dict[Device, int] = {}
     host: DeviceKind
+    # The CPU is always the last kind.
     *_, host = available_device_kinds()
     kind = detect_device_kind()
     if kind is not host:
@@ -89,7 +90,7 @@ def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """Return a device in the form that device maps use: an accelerator's number or name, `"cpu"` or `"disk"`."""
+    """Normalize a device for device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
         raise ConfigurationError(f"{given!r} is not a device. Give a number, a name, or a torch.device.")
     if isinstance(given, int):
@@ -124,7 +125,7 @@ def device_exists(device: Device) -> bool:
 
 
 def budgets_of(max_memory: Mapping[Device, int]) -> list[Budget]:
-    """Convert memory limits to budgets. The disk is unlimited unless it has a limit."""
+    """Convert a dict of memory limits to the solver's input. Without a limit, the disk is unlimited."""
     kinds: dict[Any, Any] = {"cpu": "host", "disk": "disk"}
     found = [Budget(device, limit, kinds.get(device, "accelerator")) for device, limit in max_memory.items()]
     found.sort(key=lambda budget: ("accelerator", "host", "disk").index(budget.kind))
@@ -141,7 +142,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Return memory limits with which `infer_auto_device_map` spreads a model evenly over the accelerators.
+    """Return memory limits under which a model is spread evenly over the accelerators.
 
     Args:
         model: The model. It may be on the meta device.
@@ -168,7 +169,7 @@ DEVICE_MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class DeviceMap(dict[str, Any]):
-    """Dict from module name to device that can be printed, explained and drawn.
+    """Dict from module name to device, with methods to print it, draw it and explain it.
 
     Args:
         devices: The dict.
@@ -197,13 +198,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def main_device(self) -> Device | None:
-        """The device that computes offloaded blocks, or None if no block is offloaded."""
+        """Device that computes the offloaded blocks, or None if no block is offloaded."""
         main = self._placement.main
         return None if main is None else self._problem.budgets[main].device
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks to copy ahead of the block that the main device computes.
+        """Number of offloaded blocks that can be copied ahead to the main device within its memory limit.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """
@@ -220,21 +221,21 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Memory use of each device. The map fits, since no device has less than 0 bytes free."""
+        """Memory that the model uses on each device, as a dict from device to bytes by purpose."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
     @property
     def boundaries(self) -> int:
-        """Number of transitions from one device to another during a forward."""
+        """Number of times that a forward moves from one device to another."""
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return the device map as a plain dict from module name to device, a number or a string."""
+        """Return the map as a plain dict from module name to device number or device name."""
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:
-        """Return the reason for a module's device, in one or two sentences.
+        """Explain in one or two sentences why a module is on its device.
 
         Args:
             name: Name of the module.
@@ -250,7 +251,7 @@ class DeviceMap(dict[str, Any]):
         return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
 
     def html(self) -> str:
-        """Return an HTML page that draws the devices as bars."""
+        """Return an HTML page with a bar chart of the memory use of each device."""
         return as_page(self._problem, self._placement)
 
     def __str__(self) -> str:
@@ -281,7 +282,7 @@ def infer_auto_device_map(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> DeviceMap:
-    """Compute a device for each module: accelerators as long as memory lasts, then the CPU, then the disk.
+    """Assign each module to a device: accelerators while memory lasts, then the CPU, then the disk.
 
     The result is checked to fit. On each device, weights, room for the largest offloaded block and activations (if an
     example is given) stay within the limit. Modules are placed in execution order. Tied weights share a device and
@@ -323,6 +324,7 @@ def infer_auto_device_map(
 
     def attempt(buffers_too: bool, on_host: bool, classes: Collection[str] | None) -> tuple[Problem, Placement | None]:
         blocks = blocks_of(model, classes, Loading(dtype, special_dtypes, buffers_too), activations)
+        # Reserve room for fewer prefetched blocks until a placement exists.
         for ahead in range(prefetch, -1, -1):
             problem = Problem(blocks, budgets_of(memory), ahead + 1)
             placement = solve(problem, kind, reserve, fallback_allocation, on_host)
@@ -401,7 +403,7 @@ def _warn_of_unused(problem: Problem, placement: Placement) -> None:
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Replace entries of submodules on the same device by one entry of their parent, in place.
+    """Simplify a device map in place: submodules that are all on one device become one entry.
 
     Args:
         device_map: The map to change.
@@ -420,6 +422,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
     for module in sorted(below, key=lambda name: name.count(".") if name else -1):
         names = [name for name in below[module] if name not in grouped]
         if all(device_map[name] == device_map[names[0]] for name in names):
+            # Parents come first, so a name is grouped under its outermost uniform parent.
             grouped.update(dict.fromkeys(names, module))
     cleaned = {grouped.get(name, name): device for name, device in device_map.items()}
     device_map.clear()
@@ -428,7 +431,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a device map assigns every parameter and buffer one device, and tied weights a common one.
+    """Check that each tensor of a model has exactly one device in a map, and tied weights a common one.
 
     Keys that match no module or tensor of the model produce a warning.
 
@@ -482,7 +485,7 @@ def check_single_device(model: nn.Module, device_map: Mapping[str, Any]) -> None
 
 
 def _indexed_name(device: Any) -> str:
-    """Return the device's name with its index, so that `0` and `"cuda:0"` compare equal."""
+    """Return a device's name with its index, so that `0` and `"cuda:0"` compare equal."""
     named = as_device(device)
     kind = detect_device_kind()
     if isinstance(named, int):
@@ -516,7 +519,7 @@ def resolve_device_map(
     max_memory: Mapping[Any, int | str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Turn the name of a map, one device or a dict into a device map, checked against the model and this machine.
+    """Convert a map's name, a device or a dict to a device map, checked against model and machine.
 
     Args:
         model: The model. It may be on the meta device.

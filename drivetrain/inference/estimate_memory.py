@@ -26,7 +26,7 @@ _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspe
 
 
 class EstimateCommand(click.Command):
-    """Click command whose `--dtypes` option accepts several values."""
+    """Click command in which one `--dtypes` option can be followed by several values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -88,7 +88,7 @@ def estimate_memory(
     library_name: str | None,
     as_json: bool,
 ) -> None:
-    """Estimate the memory that MODEL takes in each process, in training and in inference.
+    """Estimate the memory that a model needs in each process, for training and for inference.
 
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.
@@ -187,7 +187,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def _measured(
     model: nn.Module | ModelSize, size: ModelSize, inputs: Sequence[str], precisions: Sequence[str], optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes of activations and of the optimizer step's temporary tensors, by precision."""
+    """Measure the bytes of activations and of the optimizer step's temporary tensors, for each precision."""
     from drivetrain.inference.model_size import ModelSize, estimate_training, parse_inputs, peak_of_training
 
     parsed = parse_inputs(inputs)
@@ -197,6 +197,7 @@ def _measured(
         raise ConfigurationError("--input needs a model with code. Safetensors files contain weights only.")
     found = {}
     for each in precisions:
+        # What exceeds weights, gradients and optimizer state are activations or temporary tensors.
         kept = estimate_training(size, "single", each, 1, optimizer).total
         of_backward, of_step = peak_of_training(model, parsed, each, _optimizer(optimizer))
         found[each] = {"activations": max(0.0, of_backward - kept), "temporaries": max(0.0, of_step - kept)}
@@ -275,7 +276,7 @@ def infer_map(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Place the modules of MODEL on accelerators with the given memory, on the CPU and on the disk.
+    """Assign the modules of a model to accelerators with the given memory, the CPU and the disk.
 
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.

@@ -18,13 +18,14 @@ from drivetrain.runtime.errors import ConfigurationError
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Registered = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
+# Other packages look for a module's hook under this name.
 _HOOK, _HANDLES = "_hf_hook", "_hf_hook_handles"
 _calls = threading.local()
 _untraced: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class ModelHook:
-    """Base class of hooks that run around the forward of a module.
+    """Base class for hooks that run before and after the forward of a module.
 
     Override the methods that the hook needs. Only overridden methods are registered with the module, so the others cost
     nothing.
@@ -58,7 +59,7 @@ class ModelHook:
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Prepare a module when the hook is added to it.
+        """Prepare a module when the hook is added to it. Return the module to use.
 
         Args:
             module: The module.
@@ -69,7 +70,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the module's forward, which runs next.
+        """Run before the module's forward. Return the positional and keyword arguments to pass to it.
 
         Args:
             module: The module.
@@ -82,7 +83,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the module's output after a forward without errors.
+        """Run after the module's forward has succeeded. Return the output to pass to the caller.
 
         Args:
             module: The module.
@@ -94,14 +95,14 @@ class ModelHook:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Clean up after a forward that raised an exception. Runs instead of `post_forward`.
+        """Run instead of `post_forward` if the module's forward has raised an exception, to clean up.
 
         Args:
             module: The module.
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Restore a module when the hook is removed from it.
+        """Undo the hook's changes to a module when the hook is removed. Return the module to use.
 
         Args:
             module: The module.
@@ -112,7 +113,7 @@ class ModelHook:
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Return if the hook must run before the forward, after the forward, and after an error in the forward.
+        """Return which calls the hook needs as three flags: before the forward, after it, and after an error in it.
 
         The first value may be a function that is registered with the module instead of `pre_forward`.
         """
@@ -120,13 +121,14 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Record that the hook was added to a module or removed from it.
+        """Record that the hook has been added to a module or removed from it, using a weak reference.
 
         Args:
             module: The module.
             attached: True if the hook was added.
         """
         links: list[_Link] = vars(self).setdefault("_links", [])
+        # This also drops links to modules that no longer exist.
         links[:] = [link for link in links if link.module not in (None, module)]
         if attached:
             links.append(_Link(module))
@@ -148,7 +150,7 @@ def overrides(hook: ModelHook, method: str) -> bool:
 
 
 class _Link:
-    """Weak reference from a hook to its module. A deep copy refers to the copied module."""
+    """Weak reference to a module that can be copied and pickled. A deep copy refers to the copied module."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
@@ -165,7 +167,7 @@ class _Link:
 
 
 class SequentialHook(ModelHook):
-    """Hook that runs several hooks in order, each with the result of the previous one.
+    """Hook that runs several hooks in order, passing the result of each hook to the next.
 
     Args:
         *hooks: The hooks. All events run them in this order.
@@ -176,7 +178,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """True if one of the hooks runs the forward without recording gradients."""
+        """True if at least one of the hooks disables gradients during the forward."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter
@@ -223,7 +225,7 @@ def hook_of(module: nn.Module) -> ModelHook | None:
 
 
 def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -> ModuleT:
-    """Add a hook to a module, replacing the module's present hook unless `append` is True.
+    """Add a hook to a module. An existing hook is replaced, or runs first if `append` is True.
 
     The module's `forward` method does not change. The hook uses `register_forward_pre_hook` and
     `register_forward_hook`, and runs closer to the forward than the module's other hooks. It is available as
@@ -238,6 +240,7 @@ def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -
         The module.
     """
     present = hook_of(module)
+    # Hooks with `stays` survive the replacement of the others.
     before = [present] if append and present is not None else [each for each in _parts(present) if each.stays]
     if not before:
         module = remove_hook_from_module(module)
@@ -262,7 +265,7 @@ def _parts(hook: ModelHook | None) -> list[ModelHook]:
 
 
 def remove_hook_from_module(module: ModuleT, recurse: bool = False) -> ModuleT:
-    """Remove the hook of a module. Weights that the hook has offloaded return to their original devices.
+    """Remove the hook from a module. Offloaded weights return to their original devices.
 
     Args:
         module: The module.
@@ -299,6 +302,7 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
     before, after, guarded = hook.needs()
     handles: list[RemovableHandle] = []
     if before or guarded:
+        # Only hooks that need it pay for restoring state after errors.
         first: Registered = _enter if guarded else before if callable(before) else _before
         handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
     if after or guarded:
@@ -327,7 +331,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a function from `torch.compile`, so that moving weights does not become part of a graph."""
+    """Return a function wrapped so that `torch.compile` does not trace it, for code that moves weights."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
@@ -337,7 +341,7 @@ def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `pre_forward`, and save the gradient mode and the handled exception for `_run_post_forward`."""
+    """Run the hook's `pre_forward`, and record the gradient mode to be restored after the forward."""
     hook: Any = module._hf_hook
     open_calls: list[tuple[int, bool, BaseException | None]] = vars(_calls).setdefault("open", [])
     open_calls.append((id(module), torch.is_grad_enabled(), sys.exc_info()[1]))
@@ -348,7 +352,7 @@ def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Restore the gradient mode, and run `post_forward`, or `on_error` if the forward raised."""
+    """Restore the gradient mode, then run the hook's `post_forward`, or `on_error` after an exception."""
     open_calls = vars(_calls).get("open", [])
     if not any(call[0] == id(module) for call in open_calls):
         return None  # an error was raised before `_run_pre_forward` ran
@@ -360,6 +364,7 @@ def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
     hook: Any = module._hf_hook
     if hook.no_grad:
         torch.set_grad_enabled(recorded)
+    # With always_call, the forward hook also runs while an exception of the forward is being handled.
     if sys.exc_info()[1] is not handled:
         hook.on_error(module)
         return None
@@ -370,11 +375,11 @@ def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 class StreamedModelError(ConfigurationError, RuntimeError):
-    """Raised for operations that an offloaded or multi-device model does not support."""
+    """Error raised for an operation that a model with offloaded or distributed weights does not support."""
 
 
 class MoveGuard:
-    """Guard that raises if modules are moved or cast, and allows operations that change no tensor."""
+    """Guard against moving or casting modules, for example by `model.to()`, while their weights are offloaded."""
 
     def __init__(
         self,
@@ -387,7 +392,7 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Replace `nn.Module._apply`, which `to`, `half` and the like call."""
+        """Call the original `nn.Module._apply`, but raise an error if the function moves or casts tensors."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
             # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.

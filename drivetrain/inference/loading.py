@@ -57,7 +57,7 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Return the device that computes offloaded modules: the given one, or the first accelerator, or the CPU."""
+    """Return the device that computes offloaded modules: `given`, else the first accelerator, else the CPU."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
@@ -90,7 +90,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
 
 
 def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """Return the location of the longest prefix of a tensor's name in a device map, or None if no prefix is in it."""
+    """Return the location that a device map gives to the longest matching prefix of a tensor's name, or None."""
     prefix = name
     while prefix not in device_map:
         if not prefix:
@@ -146,7 +146,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, each weight onto the device that a map assigns.
+    """Load a checkpoint into a model, placing each weight on the device that a device map assigns.
 
     Tied weights need only one of their names in the checkpoint. Weights on disk are memory-mapped from the checkpoint's
     own files if these are safetensors of the right dtype.
@@ -193,7 +193,7 @@ def load_checkpoint_in_model(
 
 
 def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
-    """Load values for the model's tensors on the meta device, as far as the weights contain them."""
+    """Fill the tensors of a model that are on the meta device with the available weights."""
     empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
     found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
     if empty and found:
@@ -212,7 +212,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load the named tensors of a model from weights that other layers have not used yet."""
+    """Load only the named tensors of a model, from checkpoint weights that are not used yet."""
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
@@ -222,7 +222,7 @@ def load_some(
 
 @dataclass(eq=False)
 class _Item:
-    """Tensor of a model and the checkpoint weight to load into it.
+    """Tensor of a model, paired with the checkpoint weight that will be loaded into it.
 
     Attributes:
         names: All names of the tensor in the model.
@@ -241,7 +241,7 @@ class _Item:
         return self.places[0].tensor
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Assign a tensor to all names, so that they share it. Returns the assigned tensor."""
+        """Set the tensor under all of its names in the model, so that it stays shared. Return the new tensor."""
         made = like(self.old, tensor)
         for place in self.places:
             place.put(made)
@@ -249,7 +249,7 @@ class _Item:
 
 
 class _Loading:
-    """Assignment of a checkpoint's weights to the tensors of a model."""
+    """Plan for loading a checkpoint into a model: which weight goes to which tensor, and what is missing."""
 
     def __init__(
         self,
@@ -278,12 +278,13 @@ class _Loading:
                 used.add(source)
                 held = [places[name] for name in names]
                 self.items.append(_Item(names, held, source, self._dtype_of(names[0], held[0].tensor)))
+            # A tensor that is tied to one in the checkpoint is not missing.
             elif not any(self._source(other) for name in names for other in declared.get(name, ())):
                 self.missing.extend(names)
         self.left_over = [name for name in weights if name not in used and name not in saved]
 
     def _source(self, name: str) -> str | None:
-        """Return the checkpoint's name of a tensor or of the weight that it is tied to, or None."""
+        """Return the checkpoint's name for a tensor, which may be that of a tied weight, or None if it has none."""
         found = name if name in self._weights else self._weights.same.get(name)
         return found if found in self._weights else None
 
@@ -294,7 +295,7 @@ class _Loading:
         return torch.float32 if keeps else self._dtype
 
     def compare(self, strict: bool, quiet: bool = False) -> None:
-        """Raise an error if shapes, dtypes or (if strict) names do not match. Does not change the model."""
+        """Check that the checkpoint's shapes, dtypes and, if `strict`, names match the model. Raise an error if not."""
         where, kind = self._weights.where, type(self._model).__name__
         wrong = []
         for item in self.items:
@@ -344,6 +345,7 @@ class _Loading:
                 targets[item.source] = target
         with torch.no_grad(), torch.inference_mode(False):
             self._weights.fill(targets)
+            # After `fill`, since until then the first target has no values.
             for target, filled in copies:
                 target.copy_(filled)
             self._map_from_disk(on_disk, folder)
@@ -433,13 +435,13 @@ class _Loading:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Join names for a message, with the rest of long lists as a number."""
+    """Join up to eight names for a message, and add the number of the remaining ones."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Devices | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint file without unpickling arbitrary objects.
+    """Read all tensors of a checkpoint file, without unpickling arbitrary objects.
 
     Args:
         checkpoint_file: A checkpoint in any form that `load_checkpoint_in_model` accepts.

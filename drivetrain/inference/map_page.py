@@ -29,7 +29,7 @@ def as_table(problem: Problem, placement: Placement) -> str:
 
 
 def has_no_room_ahead(problem: Problem, placement: Placement) -> bool:
-    """Return True if the accelerator that computes offloaded blocks has room for only one of them at a time."""
+    """Return True if the main accelerator has no memory to prefetch an offloaded block."""
     main = placement.main
     if main is None or problem.budgets[main].kind != "accelerator" or problem.stream_buffers > 1:
         return False
@@ -49,7 +49,7 @@ def _bytes(count: float) -> str:
 
 
 def modules_on(problem: Problem, placement: Placement, place: int) -> str:
-    """Return the ranges of modules on a device, such as `wte, wpe, h.0 - h.21`."""
+    """Return the modules on a device as text, with consecutive ones as ranges, such as `wte, h.0 - h.21`."""
     where = {
         position: (name, its)
         for block, its in zip(problem.blocks, placement.places, strict=True)

@@ -24,7 +24,7 @@ _ENDINGS = (
 
 
 class Adapter(NamedTuple):
-    """Names of the tensors of one LoRA adapter.
+    """Names under which a checkpoint stores the tensors of one LoRA adapter.
 
     Attributes:
         first: The matrix of shape `(rank, in_features)`.
@@ -117,7 +117,7 @@ def merge_adapters(
 def _blocks(
     base: Weights, name: str, dtype: torch.dtype, trained: Weights, adapter: Adapter | None
 ) -> Iterator[Tensor]:
-    """Yield the rows of a weight, with its adapter added, in blocks."""
+    """Yield a base weight in blocks of rows, with the product of its LoRA adapter added."""
     weight = base[name]
     if weight.dim() == 0:
         yield weight.to(dtype)
@@ -128,6 +128,7 @@ def _blocks(
         return
     first, second, scale = (trained[each].float() for each in adapter)
     for start in range(0, len(weight), step):
+        # In float32; only the sum is rounded to the target dtype.
         rows = (second[start : start + step] @ first).mul_(scale).add_(weight[start : start + step])
         yield rows.to(dtype)
 
@@ -136,6 +137,7 @@ def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: st
     first = next(iter(adapters))
     parts = first.split(".")
     for count in range(len(parts)):
+        # A checkpoint may have the model under an attribute, whose name precedes all others.
         prefix = ".".join(parts[:count]) + "." if count else ""
         if all(f"{layer.removeprefix(prefix)}.weight" in weights for layer in adapters):
             return prefix

@@ -26,7 +26,7 @@ _active = threading.local()
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context manager and decorator that builds models with parameters on the meta device, without memory.
+    """Context manager and decorator under which models are built on the meta device, without memory.
 
     Buffers are built normally, so that non-persistent ones such as position tables and masks have their values. Models
     that other threads build at the same time are not affected.
@@ -48,7 +48,7 @@ def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[
 
 
 def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context manager and decorator that builds the parameters of models on a device.
+    """Context manager and decorator under which the parameters of new models are created on a device.
 
     If contexts are nested, the innermost one decides. See `init_empty_weights`.
 
@@ -60,7 +60,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
 
 
 class _OnDevice(ContextDecorator):
-    """Reusable context manager of `init_on_device`. It may be nested and used by several threads."""
+    """Context manager and decorator that places new parameters on a device. Reentrant and thread-safe."""
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
         self._device, self._include_buffers = device, include_buffers
@@ -84,7 +84,7 @@ class _Context(NamedTuple):
 
 @contextmanager
 def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
-    """Move the parameters that this thread's modules register, as long as no inner context is active."""
+    """Context manager that moves parameters to a device when modules register them, in this thread only."""
     _watch_registration()
     contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
@@ -102,7 +102,7 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
 
 @cache
 def _watch_registration() -> None:
-    """Register global PyTorch hooks for new parameters and buffers, once per process.
+    """Register global PyTorch hooks, once per process, that see each new parameter and buffer.
 
     Adding and removing them per context fails in PyTorch 2.13 if another thread builds a module at the same time.
     """
@@ -127,7 +127,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Callable that moves each tensor to a device once, so that shared tensors stay shared."""
+    """Function object that moves tensors to a device and returns the first copy again for a shared tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,6 +151,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         lazy = {"requires_grad": tensor.requires_grad} if isinstance(tensor, nn.Parameter) else {}
         return kind(device=device, dtype=tensor.dtype, **lazy)  # type: ignore[no-any-return]
     if tensor.device.type == "meta":
+        # A meta tensor has no values to copy.
         data = torch.empty_like(tensor, device=device)
     else:
         data = tensor.detach().to(device)
@@ -161,7 +162,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def meta_leftovers(model: nn.Module) -> dict[str, str]:
-    """Return the tensors of a model that are still on the meta device.
+    """Return the names and kinds of a model's tensors that are still on the meta device, without values.
 
     Args:
         model: The model.
@@ -188,7 +189,7 @@ CAST_CLASSES: tuple[type[nn.Module], ...] = (nn.Linear, Conv)
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Hook that stores a module's floating-point weights in one dtype and computes its forward in another.
+    """Hook that stores a module's floating-point weights in one dtype and computes in another.
 
     Inputs are cast to the compute dtype too. The stored weights never change, so repeated forwards lose no precision.
 
@@ -209,7 +210,6 @@ class LayerwiseCastingHook(ModelHook):
         self._stored: dict[int, list[_Cast]] = {}
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Cast the module's weights to the storage dtype."""
         for _, _, tensor in _floats(module):
             tensor.data = tensor.data.to(self.storage_dtype, non_blocking=self.non_blocking)
         return module
@@ -220,6 +220,7 @@ class LayerwiseCastingHook(ModelHook):
             if tensor.dtype != self.compute_dtype:
                 cast = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
                 if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                    # A trainable weight stays a plain tensor, so that its gradient flows back through the cast.
                     cast = nn.Parameter(cast, requires_grad=False)
                 table[name] = cast
                 casts.append((table, name, tensor, cast))
@@ -263,7 +264,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers in a small dtype, and compute in a larger one.
+    """Store the weights of linear and convolution layers in a small dtype, casting them for each forward.
 
     All other layers, such as embeddings and norms, do not change.
 

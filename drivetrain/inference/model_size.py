@@ -43,7 +43,7 @@ _MAX_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a model: parameter counts, and bytes of its buffers.
+    """Size of a model: the number of its parameters, and the bytes of its buffers and files.
 
     Attributes:
         parameters: Number of parameters, tied ones counted once.
@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """Return a model on the meta device, or the sizes from the headers of safetensors files."""
+    """Return a model built on the meta device or, for safetensors files, the sizes in their headers."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
@@ -135,7 +135,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Count a module's parameters by the units that `FSDP(wrap="auto")` creates."""
+    """Count the parameters of a model, in total and for each unit that FSDP would shard."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
@@ -177,7 +177,7 @@ def size_of_files(files: Iterable[Path]) -> ModelSize:
 
 
 def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Module:
-    """Return the module that `read_model` found, or a skeleton module from the headers of safetensors files.
+    """Return the model that was read or, if only sizes are known, meta-device modules for its files.
 
     Args:
         source: The argument of `read_model`.
@@ -194,11 +194,11 @@ def matrices_of(model: nn.Module) -> list[str]:
 
 
 class Layer(nn.Module):
-    """Module of a skeleton model. Numbered siblings count as repeated layers."""
+    """Empty module in a tree that is rebuilt from the tensor names in safetensors files."""
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
-    """Build modules on the meta device with the names, shapes and dtypes of tensors in safetensors files."""
+    """Build a tree of modules on the meta device that has the tensors of the given safetensors files."""
     root = Layer()
     for path in files:
         for name, entry in read_header(path).items():
@@ -214,7 +214,7 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
 
 
 def _with_lists(module: nn.Module) -> nn.Module:
-    """Replace modules with numbered children by `nn.ModuleList`, so that repeated blocks are recognized."""
+    """Convert modules with numbered children to `nn.ModuleList`, so that repeated blocks are recognized."""
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
     if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
@@ -242,7 +242,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes per parameter in a precision.
+    """Number of bytes that training in one precision needs for each parameter.
 
     Attributes:
         weight: The stored weight.
@@ -290,7 +290,7 @@ Other parameters are bfloat16.
 
 @dataclass(frozen=True)
 class Use:
-    """Memory that one process needs for training, in bytes.
+    """Estimated memory that training needs in one process, in bytes.
 
     Attributes:
         weights: Parameters and buffers.
@@ -316,7 +316,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Case:
-    """Input of a memory estimate: model size, precision, optimizer and world size.
+    """Training setup whose memory is estimated: model size, precision, optimizer and world size.
 
     Attributes:
         size: The model's size.
@@ -346,8 +346,9 @@ def _replicated(case: Case) -> Use:
 
 
 def _sharded(case: Case) -> Use:
-    """Estimate FSDP: everything is sharded, and two units are gathered at a time because of prefetching."""
+    """Estimate memory under FSDP, where everything is sharded and two units are gathered at a time."""
     whole, count = _replicated(case), case.processes
+    # The next unit is prefetched while the current one computes.
     units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
     return Use(
         (whole.weights - case.size.buffers) / count + case.size.buffers,
@@ -359,10 +360,11 @@ def _sharded(case: Case) -> Use:
 
 
 def _zero(stage: int) -> Callable[[Case], Use]:
-    """Return the estimate of a ZeRO stage, which keeps a float32 master copy of the weights in every precision."""
+    """Return a function that estimates memory under DeepSpeed ZeRO at a stage from 1 to 3."""
 
     def use(case: Case) -> Use:
         size, count = case.size, case.processes
+        # Weights and gradients; the float32 master copy counts as optimizer state below.
         each = 2 if case.is_16_bit else 4
         optimizer = size.trainable * 4 * (case.moments + 1) / count
         weights, gradients, gathered = float(size.parameters * each), size.trainable * each / count, 0.0
@@ -377,7 +379,7 @@ def _zero(stage: int) -> Callable[[Case], Use]:
 
 
 def _tensor_parallel(case: Case) -> Use:
-    """Estimate tensor parallelism: matrices of repeated layers are split, all other parameters are replicated."""
+    """Estimate memory under tensor parallelism, where only the matrices of repeated layers are split."""
     whole, count = _replicated(case), case.processes
     share = 1 - case.size.matrices / max(1, case.size.parameters) * (1 - 1 / count)
     return Use(
@@ -389,13 +391,13 @@ def _tensor_parallel(case: Case) -> Use:
 
 
 def _pipeline(case: Case) -> Use:
-    """Estimate pipeline parallelism: a share of the layers, with activations of one micro-batch per stage."""
+    """Estimate memory under pipeline parallelism, where each process has an equal part of the layers."""
     whole, count = _replicated(case), case.processes
     return Use(whole.weights / count, whole.gradients / count, whole.optimizer / count, activations=case.activations)
 
 
 def _context_parallel(case: Case) -> Use:
-    """Estimate context parallelism: FSDP's shards, with a share of every sequence."""
+    """Estimate memory under context parallelism, where weights are sharded and sequences are split."""
     sharded = _sharded(case)
     return Use(
         sharded.weights, sharded.gradients, sharded.optimizer, sharded.gathered, case.activations / case.processes
@@ -424,7 +426,7 @@ def estimate_training(
     activations: float = 0.0,
     temporaries: float = 0.0,
 ) -> Use:
-    """Estimate the bytes that one process needs for training."""
+    """Estimate the memory in bytes that training needs in each process, under one strategy and precision."""
     choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -444,6 +446,7 @@ def estimate_training(
         activations,
     )
     use = STRATEGIES[strategy](case)
+    # Temporary tensors of the optimizer step are sharded like the gradients.
     share = use.gradients / max(1.0, _replicated(case).gradients)
     return replace(use, temporaries=temporaries * share)
 
@@ -476,7 +479,7 @@ def read_config(source: str) -> Mapping[str, Any]:
 
 
 def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
-    """Return the number of values in the key-value cache of a decoder.
+    """Return the number of elements in the key-value cache of a decoder with the given configuration.
 
     Layers with a sliding window count at most its length. Encoder-decoders also count the encoder's keys and values,
     with the decoder's sequence length. State-space layers (Mamba) count like attention layers.
@@ -488,6 +491,7 @@ def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
         layers = int(config.get("num_decoder_layers") or config.get("decoder_layers") or layers)
         heads = int(config.get("decoder_attention_heads") or _config_value(config, "heads"))
         width = _config_value(config, "head_width", required=False) or _config_value(config, "width") // heads
+        # Keys and values, of self-attention and of cross-attention.
         return 2 * 2 * layers * heads * width * seq * batch
     if "kv_lora_rank" in config:  # multi-head latent attention: one compressed vector, and the rotary part
         return layers * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)) * seq * batch
@@ -520,7 +524,7 @@ def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the bytes of live storages and their peak, also on the meta device."""
+    """Dispatch mode that tracks the current and peak bytes of all live tensors, including meta and fake ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -539,6 +543,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.add(key)
         self.current += size
         self.peak = max(self.peak, self.current)
+        # A storage lives as long as the last of its views, so count it once and until then.
         weakref.finalize(storage, self._remove, key, size)
 
     def _remove(self, key: int, size: int) -> None:
@@ -585,7 +590,7 @@ def peak_of_training(
     precision: str = "32",
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[int, int]:
-    """Return the peak bytes of forward and backward, and of the optimizer step, using fake tensors."""
+    """Return peak bytes of forward with backward, and of the optimizer step, measured with fake tensors."""
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -636,7 +641,7 @@ def _forward_context(precision: str) -> AbstractContextManager[Any]:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output, or else the mean of its first differentiable tensor."""
+    """Return the loss that a model's output contains, or the mean of its first differentiable tensor."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

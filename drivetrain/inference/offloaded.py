@@ -27,7 +27,7 @@ from drivetrain.runtime.errors import CheckpointError
 
 @dataclass(eq=False)
 class Place:
-    """Attribute of a module that holds a parameter or a buffer.
+    """Reference to a parameter or buffer by its module and attribute name, to read or replace the tensor.
 
     Attributes:
         module: The module.
@@ -52,7 +52,7 @@ class Place:
 
 
 def places_in(module: nn.Module) -> Iterator[Place]:
-    """Yield the places of a module's own parameters and buffers, without those of submodules."""
+    """Yield references to a module's own parameters and buffers, excluding those of submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Place(module, name, True)
@@ -62,7 +62,7 @@ def places_in(module: nn.Module) -> Iterator[Place]:
 
 
 def named_places(model: nn.Module) -> dict[str, Place]:
-    """Return the places of all parameters and buffers of a model by name, shared tensors under every name."""
+    """Return references to all parameters and buffers of a model by name. Shared tensors have several names."""
     return {
         f"{path}.{place.name}" if path else place.name: place
         for path, module in model.named_modules(remove_duplicate=False)
@@ -77,12 +77,13 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor as a replacement of `old`: a parameter with the old one's attributes, or the plain tensor."""
+    """Return `value` as a replacement for `old`: as a parameter with its attributes, or else unchanged."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     made = nn.Parameter(value, requires_grad=trainable)
     made.__dict__.update(vars(old))
+    # The attributes may say that the old tensor is memory-mapped, which the new one need not be.
     forget_mapped(made)
     return made
 
@@ -102,7 +103,7 @@ INDEX = "index.json"
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write a weight to a raw binary file `<name>.dat` in a folder.
+    """Write a weight to the raw binary file `<name>.dat` in a folder. Return the index with its dtype and shape.
 
     Args:
         weight: The weight.
@@ -120,7 +121,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Return a memory-mapped tensor over a file that `offload_weight` wrote.
+    """Return a memory-mapped tensor of a weight file that was written by `offload_weight`.
 
     Args:
         weight_file: The file.
@@ -133,7 +134,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
-    """Return the path of a file in a folder. Raises an error if the name or a symbolic link points outside."""
+    """Return the path of a file in a folder. Raise an error if the name or a symbolic link leads outside."""
     path = Path(folder, name)
     leads_out = "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name)
     if not leads_out and of_links:
@@ -178,7 +179,7 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file atomically. Processes that have mapped an earlier file of this name keep the old contents."""
+    """Write a file atomically. An existing file is replaced, so that open memory maps keep the old contents."""
     written = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Mapping from name to tensor over weights in memory and memory-mapped weights in an offload folder.
+    """Mapping from weight name to tensor, for weights in memory and in an offload folder.
 
     Args:
         state_dict: Weights in memory.
@@ -246,7 +247,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return the file of an offloaded weight and the weight's name in that file.
+        """Return the memory-mapped file that contains an offloaded weight, and the weight's name in the file.
 
         Args:
             key: Name of the weight.
@@ -276,7 +277,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class FolderWeights(Weights):
-    """Weights in a folder that `offload_state_dict` or `disk_offload` has written."""
+    """Weights stored in an offload folder, to be loaded into a model like a checkpoint."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None) -> None:
         self.where = "the index given" if folder is None else os.fspath(folder)
@@ -288,13 +289,13 @@ class FolderWeights(Weights):
         return self._loader[name]
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the file of a weight and its name in the file, or None if it cannot be memory-mapped."""
+        """Return the file that contains a weight and its name there, or None if it cannot be memory-mapped."""
         file, key = self._loader.place(name)
         return (file, key) if file.is_aligned(key) else None
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """View of the entries of a mapping whose keys start with a prefix, by the rest of their keys.
+    """View of the items of a mapping whose keys start with a prefix, under keys without the prefix.
 
     Args:
         dataset: The mapping.
@@ -315,7 +316,7 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of a state dict that belong to some modules or tensors.
+    """Return the part of a state dict that belongs to the named submodules or tensors.
 
     Args:
         state_dict: Dict from name to value.
@@ -329,7 +330,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
-    """Load weights from an offload folder into a model, as CPU tensors.
+    """Copy weights from an offload folder into a model, as CPU tensors.
 
     Args:
         model: The model.
@@ -344,7 +345,8 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write weights to one safetensors file in a folder, and add them to the folder's index."""
+    """Write weights to one safetensors file in an offload folder. Return the memory-mapped file."""
+    # Tensors at aligned offsets can be memory-mapped.
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})
     # The name depends on the header only, so that other files in the folder, which may be mapped, stay as they are.

@@ -34,7 +34,7 @@ Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
 
 class PipelineInference:
-    """Pipeline-parallel inference of a model, with one stage on each process.
+    """Model split into consecutive stages, one on each process, for pipeline-parallel inference.
 
     Every process must create the object from the same model and call it at the same times. The first process provides
     the inputs, and the last one gets the outputs.
@@ -124,7 +124,7 @@ class PipelineInference:
         return self._broadcast_output(output) if self._gathers and self._staged is not None else output
 
     def stream(self, requests: Iterable[Any] | None = None) -> Iterator[Any]:
-        """Run a sequence of requests through the pipeline, several stages at work at the same time.
+        """Run many requests through the pipeline and yield their outputs, with all stages working in parallel.
 
         Call this on all processes, and iterate to the end on each.
 
@@ -172,7 +172,7 @@ def prepare_pippy(
     weights: Weights | None = None,
     pp_place: Mapping[str, int] | None = None,
 ) -> ModuleT:
-    """Split a model over all processes, so that calling the model runs the whole pipeline.
+    """Split a model over all processes. Calling the model then runs the whole pipeline.
 
     Args:
         model: The model. See `PipelineInference` for all arguments.
@@ -203,15 +203,16 @@ def prepare_pippy(
         weights,
         pp_place=pp_place,
     )
+    # Replaces the model's call, so that `model(...)` runs the pipeline.
     vars(model)[CALL] = pipeline
     vars(model)["hf_split_points"] = pipeline.split_points
     return model
 
 
 def _disable_cache(model: nn.Module) -> None:
-    """Set `use_cache` to False in transformers configurations, since each stage has only its own layers' cache."""
     configs = [getattr(module, "config", None) for module in model.modules()]  # encoder and decoder may have their own
     for config in {id(each): each for each in configs if getattr(each, "use_cache", False)}.values():
+        # Each stage would only have the cache of its own layers.
         config.use_cache = False  # type: ignore[union-attr]
         logger.info_once("%s is split over processes: config.use_cache is set to False.", type(model).__name__)
 
@@ -223,7 +224,7 @@ def _lay_out(
     classes: Sequence[str],
     placed: Mapping[str, int] | None,
 ) -> StageLayout:
-    """Return the layout of the stages. Weights tied across stages are untied, since inference does not change them."""
+    """Return which stage owns each part of the model. Weights tied across stages become separate copies."""
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
@@ -247,7 +248,7 @@ def _lay_out(
 
 
 class _Loader:
-    """Callable that loads a pipeline stage's meta tensors from a checkpoint and moves the stage to its device."""
+    """Loader of one pipeline stage, which reads its tensors from a checkpoint and moves them to its device."""
 
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device
@@ -313,6 +314,7 @@ def _split(request: Request, count: int) -> Iterator[Request]:
     for index in range(count):
         end = start + each + (index < more)
 
+        # The defaults bind the values of this iteration.
         def part(tensor: Tensor, start: int = start, end: int = end) -> Tensor:
             return tensor[start:end] if tensor.dim() and tensor.size(0) == rows else tensor
 

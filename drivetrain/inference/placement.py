@@ -30,7 +30,7 @@ from drivetrain.runtime.pytrees import find_device, send_to_device
 
 
 class _OneDevice(TorchFunctionMode):
-    """Function mode that retries operations that failed because their tensors are on several devices."""
+    """Torch function mode that retries an operation on one device if its tensors are on several devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,6 +39,7 @@ class _OneDevice(TorchFunctionMode):
         except torch.OutOfMemoryError:  # a RuntimeError too, but moving tensors does not help
             raise
         except RuntimeError:
+            # Only errors that tensors on several devices can explain are retried.
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if len({tensor.device for tensor in tensors}) < 2:
                 raise
@@ -48,7 +49,7 @@ class _OneDevice(TorchFunctionMode):
 
 
 def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device of the output tensor of an in-place or `out=` operation, or else of the largest input."""
+    """Return the device on which to retry an operation: that of its output tensor or its largest input."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"].device  # type: ignore[no-any-return]
@@ -58,7 +59,7 @@ def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: lis
 
 
 class _OneDeviceHooks:
-    """Picklable forward hooks that enable `_OneDevice` in a module's own code, but not in the modules that it calls."""
+    """Forward hooks that let a module's own code mix tensors from several devices, unlike the submodules' code."""
 
     def __init__(self) -> None:
         self._open: list[_OneDevice] = []
@@ -72,7 +73,7 @@ class _OneDeviceHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Disable the mode before a called submodule, since a function mode slows every operation down."""
+        """Turn the mode off before a submodule runs, because it slows every operation down."""
         mode = self._open[-1] if self._open else None
         # The mode can only be exited if the forward has not entered another one inside it.
         if mode is not None and _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
@@ -88,7 +89,7 @@ class _OneDeviceHooks:
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Add hooks to modules whose own operations combine tensors from several devices."""
+    """Add hooks to modules split across devices, so that their own code can combine the tensors."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -116,7 +117,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module, or the modules in it if it is a list or dict without a forward."""
+    """Yield the module itself, or its children if it is a `ModuleList` or `ModuleDict`, which cannot be called."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -132,7 +133,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Hooks and weight stream of a model that a device map distributes, with all that is needed to undo them."""
+    """Record of the hooks and moved weights of a model distributed over devices, used to undo the distribution."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -144,7 +145,7 @@ class Placement:
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
-        """Raise an error on attempts to move or cast these modules, until `remove` is called."""
+        """Make attempts to move or cast the given modules raise an error, until `remove` is called."""
         kinds = {
             (tensor.dtype, where)
             for module, device in computes.items()
@@ -154,7 +155,7 @@ class Placement:
         self._guards.append(MoveGuard(computes, kinds))
 
     def remove(self) -> None:
-        """Remove all hooks. Weights return to CPU memory, or stay in the model's own files."""
+        """Remove all hooks, and move offloaded weights to CPU memory unless they are in the model's own files."""
         self.stream.remove()
         for handle in self._handles:
             handle.remove()
@@ -164,6 +165,7 @@ class Placement:
         for place in self._written:
             old = place.tensor
             if id(old) not in in_memory:
+                # The offload folder may be deleted afterwards, so the model must not map its files.
                 in_memory[id(old)] = like(old, old.detach().clone()) if mapped_range(old) is not None else old
             place.put(in_memory[id(old)])
         for place in self._moved:
@@ -172,7 +174,7 @@ class Placement:
 
 
 class PlacedHook(ModelHook):
-    """Value of a placed module's `_hf_hook`, from which other packages read its execution device."""
+    """Marker of a distributed module, from which packages such as peft read the device it runs on."""
 
     stays = True  # peft adds hooks to single modules, which must not remove this one
 
@@ -199,7 +201,7 @@ class PlacedHook(ModelHook):
         return moved  # type: ignore[no-any-return]
 
     def move_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output back to the device of the module's inputs if `io_same_device` is True."""
+        """Return the output, moved to the device of the inputs if `io_same_device` is True."""
         device = self._came_from.pop() if self._came_from else None
         return output if device is None or output is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
@@ -212,7 +214,7 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Add hooks that move each module's inputs to its device, and the model's output back. Returns the placement."""
+    """Add the hooks that move inputs between the devices of a distributed model. Return a record to undo it."""
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
@@ -269,7 +271,7 @@ def dispatch_model(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Distribute a model over devices, CPU memory and disk by a device map, and add hooks so that it runs as before.
+    """Distribute a model over devices, CPU memory and disk as a device map says. It is called as before.
 
     Modules on disk, and modules on the CPU next to accelerators, are offloaded: their weights are copied to the main
     device during the forward. Safetensors files that the model was loaded from are used in place.
@@ -344,7 +346,7 @@ def load_checkpoint_and_dispatch(
     main_device: Device | None = None,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Load a checkpoint into a model and distribute it over devices, CPU memory and disk.
+    """Load a checkpoint into a model, and distribute the model over devices, CPU memory and disk.
 
     This combines `load_checkpoint_in_model` and `dispatch_model`.
 
@@ -413,7 +415,7 @@ def cpu_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters in CPU memory, and copy them to a device during the forward.
+    """Keep a model's parameters in CPU memory. Each forward copies them to a device, part by part.
 
     Args:
         model: The model.
@@ -440,7 +442,7 @@ def disk_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters on disk, and read them during the forward.
+    """Keep a model's parameters on disk. Each forward reads them and copies them to a device.
 
     Parameters that were loaded from safetensors files with `device_map="disk"` are read from these files. Other
     parameters are written to the folder. A model on the meta device gets its values from the folder.
@@ -477,7 +479,7 @@ def group_offload(
     low_cpu_mem_usage: bool = False,
     offload_to_disk_path: Folder | None = None,
 ) -> nn.Module:
-    """Offload a model in groups of blocks, with the arguments of diffusers' `apply_group_offloading`.
+    """Keep a model's weights in CPU memory or on disk, and load them in groups during the forward.
 
     Args:
         model: The model.
@@ -567,7 +569,7 @@ def _load_meta_tensors(
 def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
 ) -> dict[str, loading.Location]:
-    """Return locations in which shared buffers are on disk only if all of their names are."""
+    """Return where each tensor goes. A buffer shared by several modules goes to disk only if all of them do."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -580,7 +582,6 @@ def _with_shared_buffers(
 
 
 def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> None:
-    """Move tensors to devices, shared tensors once per device."""
     moved: dict[tuple[int, torch.device], Tensor] = {}
     kept: list[Tensor] = []  # a reference keeps each id unique
     for name, device in where.items():
@@ -590,12 +591,13 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
         kept.append(old)
         if (id(old), device) not in moved:
             data = old.detach()
+            # On an equal device, the tensor is memory-mapped and becomes a copy in memory.
             moved[id(old), device] = like(old, data.clone() if old.device == device else data.to(device))
         places[name].put(moved[id(old), device])
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Replace tensors by memory-mapped ones. Returns the places of those that had to be written to the folder."""
+    """Replace tensors by memory-mapped files. Return the parameters and buffers that had to be written to disk."""
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:
@@ -607,6 +609,7 @@ def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder |
             f"{listed([same[0] for same in sharing.values()])}: the device map puts these on disk, but they are in no "
             "safetensors file. Pass offload_dir=... to write them.",
         )
+    # Shared tensors are written once, under their first name.
     tensors = {same[0]: places[same[0]].tensor for same in sharing.values()}
     entries = [Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
     file = write_offloaded(entries, lambda name: tensors[name], folder)

@@ -23,7 +23,7 @@ _SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
 
 
 def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
-    """Return the bytes of one packed element of a dtype: 0.5 for 4 bits, 0.125 for a bool.
+    """Return the number of bytes per element of a dtype when packed: 0.5 for `int4`, 0.125 for `bool`.
 
     Args:
         dtype: The dtype, its name (also `"int4"`, `"nf4"` or `"fp8"`), or an enum member with such a value.
@@ -49,7 +49,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of a module's parameters and buffers, each tensor once.
+    """Yield the name and tensor of each parameter and buffer of a module. A shared tensor is yielded once.
 
     Args:
         module: The module.
@@ -72,7 +72,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes of each module, submodules included.
+    """Return the size in bytes of each module, including its submodules, and of each tensor.
 
     Memory that several tensors share, fully or partly, is counted once, for the first of them.
 
@@ -112,7 +112,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Return the bytes of a tensor that no earlier tensor covers, and add them to `covered`."""
+    """Return how many bytes of a tensor are not yet in `covered`, and add the tensor's memory to it."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -122,11 +122,13 @@ def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) 
     left = end - start
     reached = start
     for first, last in sorted(taken):
+        # The overlap with memory that counts for an earlier tensor.
         low, high = max(first, reached), min(last, end)
         if high > low:
             left -= high - low
             reached = high
     taken.append((start, end))
+    # A strided view occupies less memory than its extent.
     return min(left, tensor.numel() * tensor.element_size())
 
 
@@ -135,7 +137,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Return the size of the largest part of a model that must be on one device.
+    """Return the size in bytes and the names of the largest modules that cannot be split across devices.
 
     Args:
         modules: Names with modules, parameters or buffers.
@@ -164,7 +166,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and of the largest part that must be on one device.
+    """Return the total size of a model in bytes, and the size of its largest unsplit part.
 
     Args:
         model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
@@ -185,7 +187,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 class Loading(NamedTuple):
-    """Options under which a model will be loaded, which determine the sizes of its blocks.
+    """Options for loading a model that affect its size, such as the dtype of the weights.
 
     Attributes:
         dtype: Dtype of floating-point tensors if it is smaller than their own.
@@ -223,7 +225,7 @@ def blocks_of(
 
 
 class _Held(NamedTuple):
-    """Bytes of shared memory that belong to one unit of a model, with the group of tensors that share it."""
+    """Memory of tensors that share storage, as far as it belongs to one unit of a model."""
 
     group: int
     is_weight: bool
@@ -232,7 +234,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the names of the smallest parts that are placed, with their positions in registration order."""
+    """Return the smallest parts of a model that are placed on devices, as a dict from name to position."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 
@@ -283,7 +285,7 @@ def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], load
 
 
 class _DisjointUnits:
-    """Disjoint sets of units. Each set takes the position of its first unit."""
+    """Union-find over units of a model, which joins those that share weights."""
 
     def __init__(self, units: Collection[str]) -> None:
         self._groups = {name: [name] for name in units}
@@ -311,6 +313,7 @@ def _block(
 ) -> Block:
     ordered = sorted(names, key=units.__getitem__)
     held = {each.group: each for name in ordered for each in in_unit.get(name, ())}
+    # Buffers of offloaded blocks stay on the main device by default.
     resident = 0 if loading.offload_buffers else sum(each.whole for each in held.values() if not each.is_weight)
     streamed = max(
         sum(each.own for each in in_unit.get(name, ()) if each.is_weight or loading.offload_buffers) for name in ordered
@@ -332,7 +335,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Return the peak activation bytes of each unit in one forward, measured on the meta device."""
+    """Return the peak bytes of activations for each unit in one forward, measured on the meta device."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

@@ -12,7 +12,7 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Backtracking search that packs items into bins of limited size. Exact for few items."""
+    """Backtracking search for a packing of items into bins of limited size, exact unless it runs out of steps."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Return the bin index of each item, or None if there is no solution within the step limit."""
+        """Return the bin index of each item in the first solution found, or None if the search finds none."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -42,6 +42,7 @@ class Search:
                     free[chosen.pop()] += size
                     left += size
                 continue
+            # Descend: try the next bin for the current item.
             room = options[-1].pop(0)
             size = self.sizes[order[len(chosen)]]
             if size > free[room] or left > sum(free.values()):  # too large, or the remaining items cannot all fit
@@ -78,7 +79,7 @@ _FEW = 12
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a model that stays on one device: an unsplit module, or several modules that share weights.
+    """Part of a model that is placed as a whole: a module, or several modules that share weights.
 
     Attributes:
         names: Names of the modules.
@@ -99,7 +100,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory limit of one device, in bytes.
+    """Memory limit of one device, in bytes, for the placement of a model.
 
     Attributes:
         device: The device's number or name, `"cpu"` or `"disk"`.
@@ -114,7 +115,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of a model's blocks to devices.
+    """Assignment of each block of a model to a device.
 
     Attributes:
         places: Budget index of each block.
@@ -127,7 +128,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Memory use of one device, in bytes.
+    """Memory that a placement uses on one device, in bytes.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -148,7 +149,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the placement solver: a model's blocks and the memory budgets of all devices.
+    """Input for placing a model: its blocks, and the memory limits of the devices.
 
     Attributes:
         blocks: The blocks in execution order.
@@ -166,7 +167,7 @@ class Problem:
 
     @property
     def executors(self) -> list[int]:
-        """Indices of the devices that can compute offloaded blocks, accelerators first."""
+        """Indices of the devices that can compute offloaded blocks: accelerators first, then the host."""
         host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
         return [*self.accelerators, *host]
 
@@ -175,11 +176,11 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if a device computes its own blocks instead of only storing them."""
+        """Return True if a device computes the blocks that it stores, instead of only storing offloaded ones."""
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
-        """Return the memory use of each device. The placement fits if no share has less than 0 bytes free."""
+        """Return the memory that a placement uses on each device, next to the limit of the device."""
         weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
         largest = resident = 0
         for block, place in zip(self.blocks, placement.places, strict=True):
@@ -195,7 +196,7 @@ class Problem:
         return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
     def fits(self, placement: Placement) -> bool:
-        """Return True if no device exceeds its limit and offloaded blocks have a main device."""
+        """Return True if a placement stays within every memory limit, and offloaded blocks have a main device."""
         kept = any(not self.computes(place, placement.main) for place in placement.places)
         if kept and placement.main is None:
             return False
@@ -218,7 +219,7 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Find a placement that fits, or return None. All-accelerator placements with few transitions come first."""
+    """Return a placement of all blocks within the memory limits, on accelerators if possible, or None."""
     placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
     if placement is not None and fill_gaps:
         placement = _fill_gaps(problem, placement)
@@ -257,6 +258,7 @@ def balanced_shares(problem: Problem, policy: Policy) -> dict[Device, int] | Non
 def _sequential(problem: Problem, limits: dict[int, float], reserve: bool) -> Iterator[tuple[int, ...] | None]:
     first = next(iter(limits))
     alone = Placement((first,) * len(problem.blocks))
+    # First try the whole model on one device, which needs no transfers.
     yield alone.places if problem.fits(alone) else None
     if reserve:
         largest = max((block.streamed + block.resident for block in problem.blocks), default=0)
@@ -277,7 +279,7 @@ def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int,
 
 
 def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Return the in-order placement with the smallest cap that holds all blocks, found by bisection, or None."""
+    """Place blocks evenly, by bisection for the smallest memory cap that suffices. Return None if none does."""
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
     found = _complete(make(high).in_order())
     while found is not None and low < high:
@@ -305,6 +307,7 @@ class _Filling:
             self.activations[main] = max((block.activations for block in self.blocks), default=0)
 
     def has_room(self, room: int, block: Block) -> bool:
+        # A block computed in place needs no resident bytes of its own, which `used` includes.
         returned = block.resident if room == self.main else 0
         working = max(self.activations[room], block.activations)
         return self.used[room] + block.size - returned + working <= self.limits[room]
@@ -316,7 +319,7 @@ class _Filling:
             self.used[self.main] -= block.resident
 
     def in_order(self) -> list[int | None]:
-        """Fill the devices one after the other, without going back. Blocks beyond the last device get None."""
+        """Fill the devices one after the other, in block order. Blocks that no longer fit get None."""
         rooms, current = list(self.limits), 0
         places: list[int | None] = []
         for block in self.blocks:
@@ -329,7 +332,7 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Place the `fixed` blocks first, and each other block next to its predecessor or on any device with room."""
+        """Assign `fixed` blocks as given and all others near their predecessors. Blocks that do not fit get None."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -347,7 +350,7 @@ class _Filling:
 
 
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
-    """Return a placement with as few bytes as possible on the host or the disk, or None."""
+    """Return a placement that offloads as little as possible to the host or disk, or None if none fits."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
     reserves = _reserves(problem)
     # For plain dicts, `dispatch_model` uses the first accelerator as the main device, so prefer such placements.
@@ -357,6 +360,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
         found = [plan for plan in plans if plan is not None and problem.fits(plan)]
         found = [plan for plan in found if not expected or _first_accelerator(problem, plan) == main]
         if found:
+            # Most bytes computed without copies first, then fewest changes of device.
             return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
     places = [i for i, each in enumerate(problem.budgets) if each.limit > 0]
     searched = (_by_search(problem, main, places) for main in mains)
@@ -364,7 +368,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return the sizes to try as the memory that is reserved for offloaded blocks, in ascending order."""
+    """Return candidate sizes for the memory reserved for offloaded blocks, in ascending order."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes
@@ -373,7 +377,7 @@ def _reserves(problem: Problem) -> list[int]:
 
 
 def _first_accelerator(problem: Problem, placement: Placement) -> int | None:
-    """Return the first accelerator in execution order, or else the host if it is the main device, or None."""
+    """Return the first accelerator in a placement, else the host if it computes offloaded blocks, else None."""
     accelerators = [place for place in placement.places if problem.budgets[place].kind == "accelerator"]
     host = placement.main is not None and problem.budgets[placement.main].kind == "host"
     return accelerators[0] if accelerators else placement.main if host else None
@@ -385,9 +389,10 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Return a placement with room on the main device for offloaded blocks of up to `reserve` bytes, or None."""
+    """Return a placement that leaves the main device `reserve` bytes for offloaded blocks, or None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
+    # Blocks above the reserve cannot be offloaded, so they are placed first.
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
     if large and not in_order:
         room_for = {**limits, main: limits[main] - reserve * problem.stream_buffers}
@@ -419,6 +424,7 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
         return some.fits(Placement(tuple(chosen), main))
 
     limits = {place: problem.budgets[place].limit for place in places}
+    # Without offloading and activations, sizes alone decide, which the search checks by itself.
     only_sizes = main is None and not any(block.activations for block in blocks)
     steps = _THOROUGH if only_sizes or len(blocks) <= _FEW else _QUICK
     search = Search([block.size for block in blocks], limits, None if only_sizes else fits, steps)
@@ -427,6 +433,7 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
     ]
     if not solutions:
         return None
+    # Fewer changes of device mean fewer transfers during a forward.
     best = min(solutions, key=part.boundaries)
     by_index = dict(zip(heavy, best.places, strict=True))
     current = best.places[0] if best.places else places[0]
@@ -453,7 +460,7 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
 
 
 def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """Return the error for an unsolvable problem: the largest block, the missing bytes, and remedies."""
+    """Build the error for a model that cannot be placed, with its largest block, the missing bytes and remedies."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)

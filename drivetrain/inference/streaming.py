@@ -22,7 +22,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options of the transfer of offloaded weights.
+    """Options for transferring offloaded weights to the device during a forward.
 
     Args:
         groups: `"block"` makes one group of each repeated block, and of each other module with weights of its own.
@@ -61,7 +61,7 @@ class _Mover(Protocol):
 
 
 class WeightStream:
-    """Streaming of a model's weights in groups, each available while its modules run.
+    """Transfer of a model's weights in groups, each of which is on the device only while its modules run.
 
     On the CPU, weights are memory-mapped from their safetensors files and nothing is copied. On other devices, each
     group is copied while the previous one computes. Between forwards, all parameters are on the host and can be read
@@ -138,11 +138,12 @@ class WeightStream:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
     def _default_prefetch(self) -> int:
-        """Return the default number of groups to prefetch, depending on the device's free memory."""
+        """Return how many groups to prefetch by default: zero if two groups exceed the device's free memory."""
         memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
         if memory is None:
             return 1
         sizes, budget = [group.nbytes for group in self.groups], self._options.budget or 0
+        # The groups within the budget stay on the device.
         free = memory[0] - sum(size for size, held in zip(sizes, accumulate(sizes), strict=True) if held <= budget)
         return MOST_AHEAD if max_consecutive_size(sizes, MOST_AHEAD + 1) <= free else 0
 
@@ -164,7 +165,7 @@ class WeightStream:
         ]
 
     def enter(self, number: int) -> None:
-        """Make a group's weights available before one of its modules runs, and prefetch the next groups.
+        """Load the weights of a group before one of its modules runs, and prefetch the groups that follow.
 
         Args:
             number: Index of the group.
@@ -174,20 +175,23 @@ class WeightStream:
         last, self._last = self._last, number
         if last is not None and last != number:
             self._after[last] = number
+            # The last module of the group did not run, for example in an early exit.
             if not self._open[last]:
                 self._release(last)
         self._open[number] += 1
         self._present.add(number)
         ahead = [number]
         for _ in range(self.prefetch):
+            # Models may call modules in another order than they register them.
             following = self._after.get(ahead[-1], number)
+            # In a small model, the groups ahead include the one in use.
             if following in ahead:
                 break
             ahead.append(following)
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Release a group's weights after its last module has returned.
+        """Free the weights of a group on the device, once its last module has returned.
 
         Args:
             number: Index of the group.
@@ -216,7 +220,7 @@ class WeightStream:
                 )
 
     def remove(self) -> None:
-        """Remove all hooks and release all groups. The weights stay where they are between forwards."""
+        """Remove all hooks and free the device copies. The weights remain in host memory or files."""
         self._mover.remove()
         for handle in self._handles:
             handle.remove()
@@ -227,6 +231,7 @@ class WeightStream:
 
 
 def max_consecutive_size(sizes: Sequence[int], count: int) -> int:
+    # After the last group, the next forward begins with the first one.
     around = [*sizes, *sizes[: count - 1]] if len(sizes) >= count else list(sizes)
     return max((sum(around[start : start + count]) for start in range(len(sizes))), default=0)
 

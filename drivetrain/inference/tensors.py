@@ -15,7 +15,7 @@ from drivetrain.runtime.memory import wraps_others
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of a tensor's storage. Tensors that share memory have equal identifiers.
+    """Return an identifier of a tensor's storage, which is equal for tensors that share memory.
 
     Args:
         tensor: The tensor. It may be on the meta device.
@@ -42,7 +42,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
-    """Return the groups of names under which a model has the same parameter.
+    """Return groups of parameter names that refer to one shared weight, such as tied embeddings.
 
     Parameters are tied if they share memory, fully or partly. Parameters that a transformers model declares as tied
     count too, even if each currently has its own memory.
@@ -64,6 +64,7 @@ def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, st
         storages[id_tensor_storage(tensor)[:2]].append((*extent(tensor), name))
     for covered in storages.values():
         first, reached = "", 0
+        # Sweep by address: a tensor that starts before the last end overlaps an earlier one.
         for start, end, name in sorted(covered):
             if start < reached:
                 groups.join(first, name)
@@ -94,13 +95,13 @@ class _DisjointNames:
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:
-    """Return the ties that a transformers model declares, as a dict from name to the name of the source weight."""
+    """Return the weight ties that a transformers model declares, as a dict from target to source name."""
     declared = getattr(model, "all_tied_weights_keys", None)
     return declared if isinstance(declared, Mapping) else {}
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return True if a model or its configuration declares tied parameters.
+    """Return True if a model declares tied weights, by attribute or in its configuration.
 
     Args:
         model: The model.
@@ -116,7 +117,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters of each group again, to the first one in the group that is not on the meta device.
+    """Tie parameters again after loading: each group shares its first parameter that is not on meta.
 
     Args:
         model: The model.
@@ -145,7 +146,7 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Move a parameter or buffer of a module to a device, optionally with a new value.
+    """Move a parameter or buffer of a module to a device, optionally with a new value or dtype.
 
     A parameter keeps its class, its attributes and `requires_grad`. A value that is already on the device is not
     copied.
@@ -203,7 +204,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """Return the `_parameters` or `_buffers` dict that contains a tensor, and the tensor's name in it."""
+    """Return the dict that holds a parameter or buffer, `_parameters` or `_buffers`, and its key there."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -219,16 +220,17 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """Return an empty `tied_params_map` for the parameters that a module has under several names."""
+    """Return a new table for device copies of tied parameters, keyed by their memory addresses."""
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
             found[parameter.data_ptr()] = found.get(parameter.data_ptr(), 0) + 1
+    # Empty tensors have the address 0.
     return {address: {} for address, times in found.items() if times > 1 and address}
 
 
 def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> int | None:
-    """Return the memory address of a tensor if it is listed as tied, or None."""
+    """Return the memory address of a tensor if it is in the table of tied weights, otherwise None."""
     if not tied_params_map or tensor.is_meta or wraps_others(tensor):
         return None
     address = tensor.data_ptr()
@@ -246,7 +248,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
 def _on(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
-    """Return a replacement for the parameter or buffer `old` on a device, with the old value or a new one."""
+    """Return `old` moved to a device, optionally with a new value or dtype, and with its class and attributes."""
     kind: Any = type(old)
     if _moves_itself(old) and device.type != "meta":
         # Parameter classes of other packages that quantize their value when they are moved.

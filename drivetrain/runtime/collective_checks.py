@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two checks of the
 def verify_operation(
     operation: str, data: Any, state: PartialState, ignore: Literal["rows", "sizes"] | None = None
 ) -> None:
-    """Check in debug mode that all ranks call this collective with tensors of equal shapes and dtypes.
+    """In debug mode, check that all ranks call equal collectives on tensors of equal shapes and dtypes.
 
     The ranks compare their calls through the store, not through a collective. A rank that calls something else is
     therefore reported instead of causing a hang.
@@ -36,7 +36,7 @@ def verify_operation(
 
 
 class CallComparison:
-    """Debug-mode comparison of the collectives that all ranks call, one call at a time."""
+    """Debug check that all ranks make equal collective calls, compared through the rendezvous store."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Publish this rank's call in the store and compare it with the calls of all other ranks."""
+        """Compare a collective call of this rank with those of all other ranks. Raise an error if they differ."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
@@ -76,7 +76,7 @@ class CallComparison:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait until every rank has published this call. Returns the ranks that exited or timed out."""
+        """Wait until every rank has published its call. Return the ranks that have exited or timed out."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):
@@ -111,7 +111,7 @@ class CallComparison:
 def call_collective(
     operation: str, state: PartialState, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a collective; if it fails, raise a CollectiveError with the rank and the usual causes."""
+    """Run a collective, and convert a failure into a `CollectiveError` that names the rank and likely causes."""
     state.heartbeat.beat()
     try:
         function(*args, **kwargs)
@@ -136,6 +136,7 @@ def _describe_structure(data: Any, ignore: str | None) -> str:
     def describe(leaf: Any) -> _Words:
         if not isinstance(leaf, Tensor):
             return _Words(type(leaf).__name__)
+        # Sizes that may differ between ranks are shown as `*`.
         ignored = {"rows": 1, "sizes": leaf.dim()}.get(ignore or "", 0)
         sizes = [_Words("*") if dim < ignored else size for dim, size in enumerate(leaf.shape)]
         return _Words(f"{str(leaf.dtype).removeprefix('torch.')}{sizes}")
@@ -144,7 +145,7 @@ def _describe_structure(data: Any, ignore: str | None) -> str:
 
 
 class _Words(str):
-    """String whose `repr` has no quotes, for use inside containers."""
+    """String whose `repr` has no quotes, so that nested structures of strings print without them."""
 
     __slots__ = ()
 

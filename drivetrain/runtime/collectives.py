@@ -78,7 +78,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_rows(data: Any, keep: int) -> Any:
-    """Concatenate the first `keep` rows of every process's tensors; `keep` may differ between processes."""
+    """Concatenate the first `keep` rows of the tensors of all processes. `keep` may differ between processes."""
     state = PartialState()
     rows: list[int] = []
 
@@ -104,7 +104,7 @@ def gather_rows(data: Any, keep: int) -> Any:
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Collect picklable Python objects from all processes, in rank order.
+    """Collect picklable Python objects from all processes into one list, in rank order.
 
     Args:
         object: A list or tuple whose items are collected. Any other object counts as a list with one item.
@@ -130,7 +130,6 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> DataError:
-    """Build the error for an object that cannot be pickled or unpickled."""
     return DataError(
         f"{operation} on rank {state.process_index}: the object cannot be sent to other processes: "
         f"{error}. Use tensors, numbers, strings and containers of them, or objects whose class is defined at "
@@ -139,7 +138,7 @@ def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> Dat
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce the tensors of all processes element-wise, with the result on every process.
+    """Reduce tensors element-wise across all processes, by mean, sum, maximum or minimum.
 
     Half-precision tensors are summed in float32. Each tensor keeps its dtype, so reductions whose result may not fit
     the dtype are refused: the mean of integers, and the sum or mean of booleans. For booleans, `"max"` is *any* and
@@ -195,7 +194,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of a list of Python objects by those of one process, on all processes.
+    """Broadcast a list of Python objects from one process to the lists of all other processes, in place.
 
     Args:
         object_list: A list of picklable objects with equal length on all processes. Its items are overwritten.
@@ -278,6 +277,7 @@ def _gather_rows_of_tensor(tensor: Tensor, counts: Sequence[int], state: Partial
     most, mine = max(counts), counts[state.process_index]
     rows = tensor.detach()[:most]
     if rows.size(0) < most:
+        # All-gather needs equal shapes on all ranks. The padding is cut off again below.
         padding = rows.new_zeros((most - rows.size(0), *rows.shape[1:]))
         rows = torch.cat([rows[:mine], padding])
     gathered = _gather_tensor(rows, state)
@@ -295,6 +295,7 @@ def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialS
     dtype = _REDUCED_AS.get(tensor.dtype, tensor.dtype)
     total = wire.to(dtype, copy=True, memory_format=torch.contiguous_format)
     call_collective("reduce", state, dist.all_reduce, total, op=operation)
+    # Not ReduceOp.AVG, which gloo lacks.
     if reduction == "mean":
         total /= state.num_processes
     if scale != 1:
@@ -303,7 +304,6 @@ def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialS
 
 
 def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
-    """Raise a DataError if the result of a reduction may not fit the tensor's dtype."""
     if dtype.is_complex:
         fits = reduction not in ("max", "min")
     elif dtype.is_floating_point:
@@ -321,18 +321,20 @@ def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
 def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) -> Tensor:
     target = tensor.detach()
     wire = _to_backend_device(target, state).contiguous()
+    # Send bytes: some backends lack some dtypes.
     content = wire.view(-1).view(torch.uint8)
     call_collective("broadcast", state, dist.broadcast, content, src=from_process)
+    # `wire` is a copy if the tensor was moved to the CPU or was not contiguous.
     if wire.data_ptr() != target.data_ptr():
         target.copy_(wire)
     return tensor
 
 
 def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[int]]:
-    """All-gather a list of integers. Returns one list per rank; all ranks pass equally many."""
+    """All-gather a list of integers, equally long on all ranks. Return one list for each rank."""
     if not state.use_distributed:
         return [list(values)]
-    # If the group has gloo for CPU tensors, use it: it does not synchronise with the device.
+    # If the group has gloo for CPU tensors, use it: it does not synchronize with the device.
     beside = "cpu" in str(dist.get_backend_config())
     own = torch.tensor(values, dtype=torch.int64, device="cpu" if beside else state.device)
     everyone = own.new_empty(state.num_processes * len(values))
@@ -342,7 +344,7 @@ def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[
 
 
 def _to_backend_device(tensor: Tensor, state: PartialState) -> Tensor:
-    """Move a tensor to the CPU if the backend is gloo, which sends from the CPU only."""
+    # Gloo only sends CPU tensors.
     return tensor.cpu() if state.backend == "gloo" and tensor.device.type != "cpu" else tensor
 
 
@@ -362,7 +364,7 @@ _END, _LEFT = -1, -2  # sent instead of a block's size
 
 
 class BlockGather:
-    """Collector of result blocks from all ranks on the main process, while the ranks keep computing.
+    """Background transfer of results to the main process, block by block, while all ranks keep computing.
 
     Each rank sends a pickled block as soon as it is added and does not wait for other ranks before `finish`. The ranks
     may add different numbers of blocks. The main process receives in a thread, one block per rank and turn.
@@ -399,7 +401,7 @@ class BlockGather:
         self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def finish(self) -> list[Any]:
-        """Wait until all blocks are sent. Returns all blocks on the main process and an empty list elsewhere."""
+        """Wait until all blocks have been transferred. Return them on the main process, an empty list on others."""
         if not self._state.use_distributed:
             return self._blocks
         if self._receiver is None:
@@ -415,7 +417,7 @@ class BlockGather:
         return self._blocks
 
     def abandon(self) -> None:
-        """Stop sending results after an error, without waiting; `finish` then raises on the main process."""
+        """Stop the transfer of results after an error, without waiting for other ranks."""
         self._abandoned = True
         if not self._state.use_distributed:
             return
@@ -442,7 +444,7 @@ class BlockGather:
             self._error = error
 
     def _receive(self, rank: int) -> bool:
-        """Receive one block from a rank. Returns False if the rank has finished."""
+        """Receive a block of results from a rank. Return False if the rank has sent its last one."""
         size = int(self._received(torch.zeros(1, dtype=torch.int64), rank))
         if size == _END:
             return False
@@ -466,6 +468,7 @@ class BlockGather:
 def _results_group(state: PartialState) -> Any:
     shared = PartialState.registry()
     if _GROUP not in shared:
+        # A group of its own: the receiving thread must not disturb the order of the run's collectives.
         shared[_GROUP] = dist.new_group(backend="gloo", timeout=group_timeout())
         state.before_leaving(_forget_group)
     return shared[_GROUP]

@@ -1,6 +1,6 @@
 """Device kinds that a process can run on, and the vendor-specific code for each.
 
-A kind names its process-group backend, selects and synchronises a device, and provides streams and random state. Third
+A kind names its process-group backend, selects and synchronizes a device, and provides streams and random state. Third
 parties add kinds with `register_device`.
 """
 
@@ -27,7 +27,7 @@ _VISIBLE_VARIABLES = {
 
 
 class DeviceKind:
-    """Kind of device, such as `cuda`: its process-group backend and the operations that differ between devices.
+    """Kind of device, such as `cuda`, with its process-group backend and its vendor-specific operations.
 
     Args:
         name: torch's device type, which users also write, such as `"cuda"`.
@@ -61,12 +61,12 @@ class DeviceKind:
 
     @property
     def module(self) -> Any:
-        """Module of torch for this device kind, such as `torch.cuda`, or None if torch was built without it."""
+        """PyTorch module for this kind of device, such as `torch.cuda`, or None if the build of torch has none."""
         return getattr(torch, self.name, None)
 
     @property
     def visible_variable(self) -> str | None:
-        """Environment variable that limits the devices a process can see, such as `CUDA_VISIBLE_DEVICES`, or None."""
+        """Name of the environment variable that selects visible devices (`CUDA_VISIBLE_DEVICES`), or None."""
         return _VISIBLE_VARIABLES.get(self.name)
 
     @property
@@ -76,12 +76,12 @@ class DeviceKind:
 
     @property
     def supports_streams(self) -> bool:
-        """True if copies can overlap with computation on a second stream."""
+        """True if this kind of device has streams, on which copies can overlap with computation."""
         return hasattr(self.module, "Stream") and hasattr(self.module, "current_stream")
 
     @property
     def pins_memory(self) -> bool:
-        """True if copies from pinned host memory to this kind of device are asynchronous."""
+        """True if copies from pinned host memory to this kind of device can run asynchronously."""
         return self.supports_streams
 
     def is_available(self) -> bool:
@@ -95,15 +95,15 @@ class DeviceKind:
         return int(counter()) if counter is not None else int(self.is_available())
 
     def default_processes(self) -> int:
-        """Return the number of processes that a run starts on this machine by default."""
+        """Return how many processes a run starts on this machine by default, usually one for each device."""
         return 1 if self.drives_all else self.count()
 
     def why_absent(self) -> str:
-        """Return the reason why no device of this kind is available, as the end of an error message."""
+        """Return why no device of this kind is available, worded as the end of an error message."""
         return "this machine has none (or torch was built without it)."
 
     def device(self, index: int) -> torch.device:
-        """Return the `torch.device` for the process with a local rank.
+        """Return the `torch.device` that a process uses, given its local rank.
 
         Args:
             index: Local rank of the process.
@@ -111,7 +111,7 @@ class DeviceKind:
         return torch.device(self.name, index)
 
     def set_device(self, device: torch.device) -> None:
-        """Make a device the current one of this process.
+        """Make a device the current device of this process.
 
         Args:
             device: The device.
@@ -131,13 +131,13 @@ class DeviceKind:
             waiter() if device is None else waiter(device)
 
     def empty_cache(self) -> None:
-        """Release the unused memory that the device's caching allocator holds."""
+        """Return the unused memory of PyTorch's caching allocator to the device."""
         release = getattr(self.module, "empty_cache", None)
         if release is not None:
             release()
 
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
-        """Return a process's device memory in bytes: allocated now, peak allocated, and reserved by the allocator.
+        """Return this process's memory on a device in bytes: allocated, peak allocated and reserved.
 
         Returns None if torch does not count memory for this kind of device.
 
@@ -151,7 +151,7 @@ class DeviceKind:
         return int(module.memory_allocated(device)), int(most), int(held)
 
     def reset_peak_memory(self, device: torch.device) -> None:
-        """Reset the peak of allocated memory, if torch counts it for this kind of device.
+        """Reset the peak memory statistics of a device, if torch counts them for this kind of device.
 
         Args:
             device: The device.
@@ -161,7 +161,7 @@ class DeviceKind:
             reset(device)
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total memory of a device in bytes, or None if torch cannot read them.
+        """Return the free and the total memory of a device in bytes, or None if torch cannot query them.
 
         Unused memory held by the caching allocator counts as free.
 
@@ -177,7 +177,7 @@ class DeviceKind:
         return int(free) + (max(0, use[2] - use[0]) if use else 0), int(total)
 
     def describe(self, device: torch.device) -> str:
-        """Return the name of a device, such as a GPU's model, or the kind's name if the device has none.
+        """Return the model name of a device, such as that of a GPU, or the kind's name if there is none.
 
         Args:
             device: The device.
@@ -186,7 +186,7 @@ class DeviceKind:
         return self.name if name is None else str(name(device))
 
     def make_stream(self, device: torch.device | None = None) -> Any | None:
-        """Create a stream, or return None if this kind of device has no streams.
+        """Create a stream on a device, or return None if this kind of device has no streams.
 
         Args:
             device: Device of the stream; the current one if None.
@@ -200,7 +200,7 @@ class DeviceKind:
         return self.module.current_stream() if self.supports_streams else None
 
     def stream_context(self, stream: Any | None) -> AbstractContextManager[Any]:
-        """Return a context manager that runs its body on a stream; it does nothing if `stream` is None.
+        """Return a context manager that runs its body on a stream, or does nothing if `stream` is None.
 
         Args:
             stream: A stream from `make_stream`, or None.
@@ -221,7 +221,7 @@ class DeviceKind:
             seeder(seed)
 
     def get_rng_state(self) -> torch.Tensor | None:
-        """Return the current device's random state as a byte tensor, or None if the kind has no generator."""
+        """Return the random state of the current device as a byte tensor, or None if it has no generator."""
         getter = getattr(self.module, "get_rng_state", None)
         state: torch.Tensor | None = getter() if getter is not None else None
         return state
@@ -237,19 +237,20 @@ class DeviceKind:
             setter(state)
 
     def is_started(self) -> bool:
-        """Return True if this process has initialised a device of this kind, so that it can no longer fork safely."""
+        """Return True if this process has initialized a device of this kind, so that forking is no longer safe."""
         check = getattr(self.module, "is_initialized", None)
         return bool(check()) if check is not None else False
 
     def supports_bf16(self) -> bool:
-        """Return True if this kind of device computes in bfloat16."""
+        """Return True if devices of this kind can compute in bfloat16."""
         check = getattr(self.module, "is_bf16_supported", None)
         return bool(check()) if check is not None else True
 
     def supports_float8(self) -> bool:
-        """Return True if the hardware multiplies matrices in 8-bit floating point."""
+        """Return True if the hardware can multiply matrices in 8-bit floating point (FP8)."""
         getter = getattr(self.module, "get_device_capability", None)
         capability = getter() if getter is not None and self.is_available() else None
+        # FP8 matrix units: gfx942 (MI300) on AMD, Ada and Hopper on NVIDIA.
         least = (9, 4) if torch.version.hip else (8, 9)
         return isinstance(capability, tuple) and capability >= least
 
@@ -258,7 +259,7 @@ class DeviceKind:
 
 
 class CPU(DeviceKind):
-    """CPU, which is always available and has neither streams nor a random generator of its own."""
+    """CPU as a device kind. It is always available and has no streams."""
 
     def __init__(self) -> None:
         super().__init__("cpu", backend="gloo")
@@ -302,7 +303,7 @@ class CPU(DeviceKind):
 
 
 class MPS(DeviceKind):
-    """Apple's GPU: one device per machine, without streams or a process-group backend of its own."""
+    """Apple GPU as a device kind: one device per machine, without streams, with gloo as process-group backend."""
 
     def __init__(self) -> None:
         super().__init__("mps", backend="gloo")
@@ -330,7 +331,7 @@ class MPS(DeviceKind):
 
 
 class XLADevice(DeviceKind):
-    """XLA devices of `torch_xla`, such as TPUs, of which one process may drive all on a machine.
+    """XLA devices of `torch_xla`, such as TPUs. One process may drive all devices of a machine.
 
     Selecting an XLA device does not start the runtime. The strategy starts it, because the choice between one device
     and all of them (SPMD) is final.
@@ -366,7 +367,7 @@ class XLADevice(DeviceKind):
         return xla.is_started()
 
     def start(self, spmd: bool) -> None:
-        """Start this process's XLA runtime and apply a seed that was set earlier.
+        """Start the XLA runtime of this process, and apply a seed that was set before.
 
         Args:
             spmd: Use all devices as one (SPMD) instead of one device.
@@ -413,12 +414,12 @@ ADDED: set[str] = set()
 
 
 def started_device() -> str | None:
-    """Return the name of a device kind that this process has initialised, so that it cannot fork safely, or None."""
+    """Return the name of a device kind that this process has initialized, or None if it may still fork safely."""
     return next((kind.name for kind in _KINDS.values() if kind.is_started()), None)
 
 
 def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
-    """Register a device kind so that users can select it by name.
+    """Register a device kind, so that users can select it by name.
 
     Args:
         kind: The kind. Its name and aliases become valid wherever a device is named.
@@ -441,7 +442,7 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
 
 
 def unregister_device(name: str) -> None:
-    """Remove a device kind that `register_device` added, with its aliases."""
+    """Remove a device kind that was added with `register_device`, together with its aliases."""
     kind = _KINDS.pop(name, None)
     if kind is not None:
         ADDED.discard(kind.name)
@@ -462,7 +463,7 @@ ADDED.clear()
 
 
 def get_device_kind(name: str) -> DeviceKind:
-    """Return the device kind with a name such as `"cuda"`, and check that this machine has one.
+    """Return the device kind for a name such as `"cuda"`. Raise an error if this machine has no such device.
 
     Raises ConfigurationError for an unknown name and DeviceNotAvailableError if there is no such device.
     """
@@ -482,7 +483,7 @@ def get_device_kind(name: str) -> DeviceKind:
 
 
 def get_device(name: str) -> tuple[DeviceKind, int | None]:
-    """Return the device kind and the device index for a name such as `"cuda:1"`; the index may be None."""
+    """Return the device kind and the index for a name such as `"cuda:1"`. The index is None if not given."""
     kind, (_, _, number) = get_device_kind(name), name.partition(":")
     if not number:
         return kind, None
@@ -495,13 +496,14 @@ def get_device(name: str) -> tuple[DeviceKind, int | None]:
 
 
 def available_device_kinds() -> list[DeviceKind]:
-    """Return the device kinds that this machine has, with the CPU last."""
+    """Return the kinds of devices that this machine has. The CPU comes last."""
     kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind.is_available()]
     return sorted(kinds, key=lambda kind: kind.name == "cpu")
 
 
 def detect_device_kind() -> DeviceKind:
-    """Return the default device kind: XLA if it is set up, else torch's current accelerator, else the CPU."""
+    """Return the default device kind: XLA if configured, otherwise torch's accelerator, otherwise the CPU."""
+    # XLA comes first: torch.accelerator does not know it. A replaced kind is not detected.
     if _KINDS.get(_XLA.name) is _XLA and _XLA.is_available():
         return _XLA
     if torch.accelerator.is_available():

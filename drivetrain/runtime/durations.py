@@ -12,7 +12,7 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class Unit(str, Enum):
-    """Unit in which a `Duration` is counted.
+    """Unit of a `Duration`, such as steps, epochs or seconds.
 
     Attributes:
         STEPS: Optimizer steps.
@@ -64,7 +64,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Duration:
-    """Duration of a part of a run, such as `"500 steps"`, `"2 epochs"` or `"10 min"`.
+    """Length of time within a run, such as `"500 steps"`, `"2 epochs"` or `"10 min"`.
 
     Args:
         amount: Number of units. It must be whole, except for seconds and fractions of the run.
@@ -83,6 +83,7 @@ class Duration:
     unit: Unit
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and the unit may be given as text.
         object.__setattr__(self, "unit", Unit(self.unit))
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Duration:
 
     @classmethod
     def of(cls, value: Any, name: str = "duration") -> Duration | None:
-        """Parse a duration from text, a timedelta or a dict. None and a `Duration` are returned unchanged.
+        """Parse a duration from text such as `"2 epochs"`, a timedelta or a dict. Return None for None.
 
         Args:
             value: Text such as `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10 min"` or `"10%"`;
@@ -153,18 +154,19 @@ class Duration:
             if not 0 < amount <= 1:
                 raise ConfigurationError(f"{given}: a part of the run must be above 0 % and at most 100 %.")
             return amount
-        if round(amount, 6) != int(amount):
+        whole = round(amount)  # 2.01 * 1e6 is 2009999.9999999998
+        if round(amount, 6) != whole:
             raise ConfigurationError(f"{given}: the number of {unit} must be whole.")
-        return int(amount)
+        return whole
 
     @property
     def timedelta(self) -> timedelta:
-        """Duration as a `timedelta`, for a duration in seconds."""
+        """This duration as a `datetime.timedelta`. The unit must be seconds."""
         assert self.unit is Unit.SECONDS
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Return a fraction of the run as a duration in the unit of the run's length.
+        """Convert a fraction of a run, such as 10 %, into a duration in the unit of the run's length `whole`.
 
         Args:
             whole: Length of the run.
@@ -174,7 +176,7 @@ class Duration:
 
 
 def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
-    """Parse a duration of wall-clock time. Returns None for None; raises if the unit is not seconds."""
+    """Parse a wall-clock time such as `"10 min"` into a timedelta. Return None for None."""
     duration = Duration.of(value, name)
     if duration is None:
         return None
@@ -187,7 +189,7 @@ def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
 
 
 def interval_of(value: Any, name: str) -> int | Duration:
-    """Parse an interval. Returns a number of steps as an int, and any other duration as a `Duration`."""
+    """Parse an interval such as `"500 steps"`. Return an int for steps, and a `Duration` for other units."""
     if isinstance(value, int):
         return value
     duration = Duration.of(value, name)
@@ -200,7 +202,8 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Parse a count that may be written as a duration in the given unit, such as `"2 epochs"` for 2."""
+    """Parse a count such as `"2 epochs"` into the int 2. Other values are returned unchanged."""
+    # Other values, such as None or a wrong type, are checked by the caller.
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value
     duration = Duration.of(value, name)

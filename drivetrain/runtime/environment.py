@@ -18,7 +18,7 @@ _SEPARATOR = re.compile(r",(?![^\[]*\])")
 
 
 def expand_hosts(hosts: str) -> list[str]:
-    """Expand a compressed SLURM host list into host names, like `scontrol show hostnames`.
+    """Expand a SLURM host list such as `node[1-3]` into the names of its hosts, in order.
 
     Example:
         ```python
@@ -66,7 +66,7 @@ RESUME_VARIABLE = "DRIVETRAIN_RESUME"
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Rank, world size and rendezvous address of this process.
+    """Rank, world size and rendezvous address of a process, as set by its launcher.
 
     Attributes:
         rank: Global rank, 0 to `world_size` - 1.
@@ -106,17 +106,17 @@ class ProcessEnvironment:
 
     @property
     def is_launched(self) -> bool:
-        """True if drivetrain's launcher started this process, or another launcher set a larger world size than 1."""
+        """True if drivetrain's launcher started this process, or if the world size is greater than 1."""
         return self.world_size > 1 or os.environ.get(LAUNCHED_VARIABLE) == "1"
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines, assuming equally many processes on each."""
+        """Number of machines in the run, assuming that each runs equally many processes."""
         return -(-self.world_size // self.local_world_size)
 
     @property
     def node_rank(self) -> int:
-        """Index of this machine, assuming equally many processes on each."""
+        """Index of this machine in the run, assuming that each runs equally many processes."""
         return self.rank // self.local_world_size
 
     @classmethod
@@ -159,6 +159,7 @@ class ProcessEnvironment:
         local_rank = _integer(variables, keys[2], default=rank if world_size == 1 else None)
         local_world_size = _integer_or_slurm_list(variables, keys[3], node=_slurm_node(variables, source))
         if local_world_size is None:
+            # A local rank equal to the global rank suggests that there is only one machine.
             local_world_size = max(world_size if local_rank == rank else 1, local_rank + 1)
         address = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
         if not address:
@@ -202,7 +203,7 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise if some of a launcher's variables are missing, because one rank would wait for the others."""
+    """Raise an error if only some of a launcher's variables are set, as ranks would wait for each other."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):
@@ -234,7 +235,7 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
 
 
 def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
-    """Read a node's process count, which SLURM may write as `"2(x3),1"`: 2 on each of three nodes, 1 on the fourth."""
+    """Return a node's process count from a number or a SLURM list, in which `"2(x3),1"` means 2, 2, 2, 1."""
     value = variables.get(key)
     if not value:
         return None
@@ -259,6 +260,7 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """Return a port derived from the SLURM job ID, so that all ranks agree and concurrent jobs rarely collide."""
+    """Return a port derived from the SLURM job ID: equal on all ranks, and rarely shared by concurrent jobs."""
     job = variables.get("SLURM_JOB_ID", "")
+    # Ports 20000 to 29999 are below the range that Linux assigns to clients.
     return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

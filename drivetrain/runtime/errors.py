@@ -23,7 +23,7 @@ from drivetrain.runtime.terminal import shown
 
 
 class DrivetrainError(Exception):
-    """Base class of all errors that drivetrain raises on purpose.
+    """Base class of all exceptions that drivetrain raises deliberately.
 
     The launcher reports such an error with a short traceback that omits most of drivetrain's own frames.
     """
@@ -36,7 +36,7 @@ class DrivetrainError(Exception):
 
     @property
     def message(self) -> str:
-        """Text of the exception, for use inside another message."""
+        """Text of the exception, to be quoted in another message."""
         return str(self)
 
 
@@ -61,7 +61,7 @@ class ArgumentTypeError(ConfigurationError, TypeError):
 
 
 class PackageMissingError(ConfigurationError, ModuleNotFoundError):
-    """Error raised if a required package is not installed; the message has the command that installs it."""
+    """Error raised if a required package is not installed. The message gives the install command."""
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
@@ -69,7 +69,7 @@ class DeviceNotAvailableError(DrivetrainError, RuntimeError):
 
 
 class CollectiveError(DrivetrainError, RuntimeError):
-    """Error raised if a collective fails because processes call different operations or a process has exited."""
+    """Error raised if a collective fails, because processes call different operations or one has exited."""
 
 
 class CheckpointError(DrivetrainError, RuntimeError):
@@ -81,11 +81,11 @@ class DataError(DrivetrainError, ValueError):
 
 
 class InvalidLoaderError(DataError, TypeError):
-    """Error raised if an object that is not a data loader is given as one."""
+    """Error raised if an object that is not a data loader is passed as one."""
 
 
 class TrackerError(DrivetrainError, RuntimeError):
-    """Error raised if an experiment tracker cannot start; the message names what is missing and what to do."""
+    """Error raised if an experiment tracker cannot start. The message says what is missing."""
 
 
 class LaunchError(DrivetrainError, RuntimeError):
@@ -93,12 +93,12 @@ class LaunchError(DrivetrainError, RuntimeError):
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join up to eight names with commas, followed by the number of remaining names."""
+    """Join up to eight names with commas, and add how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the closest allowed spelling, or an empty string."""
+    """Return the hint `" Did you mean 'x'?"` with the closest allowed spelling, or an empty string if none is close."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
@@ -112,9 +112,10 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_library(filename: str) -> bool:
-    """Return True if a source file belongs to drivetrain, torch, the standard library or the interpreter."""
+    """Return True if a source file belongs to drivetrain, torch or the standard library, not to user code."""
     if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
+    # Installed packages may lie inside the standard library's folder, but count as user code.
     return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
 
 
@@ -135,7 +136,7 @@ def _torch() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost running line of the user's code, such as `"train.py:12 in main"`."""
+    """Return the innermost line of user code on the call stack, such as `"train.py:12 in main"`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -143,7 +144,7 @@ def user_line() -> str:
 
 
 def shown_path(filename: str) -> str:
-    """Shorten a path in the working directory to a relative path."""
+    """Return a path inside the working directory as a relative path, and any other path unchanged."""
     below = os.path.join(os.getcwd(), "")
     return filename.removeprefix(below)
 
@@ -157,7 +158,7 @@ FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
 
 @contextmanager
 def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Iterator[None]:
-    """Remove drivetrain's inner frames from the traceback of a `DrivetrainError` and its causes during the body.
+    """Context manager that hides drivetrain's internal frames in the traceback of a `DrivetrainError`.
 
     Frames of user code are kept. Tracebacks of other exceptions are not changed. Afterwards all tracebacks are
     restored.
@@ -180,6 +181,7 @@ def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
+        # As Python prints the chain: an explicit cause hides the context.
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
@@ -187,6 +189,7 @@ def _shorten(links: list[BaseException]) -> None:
     is_below = False
     for link in links:
         if is_below:
+            # A cause of the error: only user code in it matters, such as a dataset that fails.
             link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=0)
         elif getattr(link, "has_short_traceback", False):
             link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=3)
@@ -194,7 +197,7 @@ def _shorten(links: list[BaseException]) -> None:
 
 
 def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
-    """Rebuild a traceback with all frames of user code and at most `of_ours` frames of drivetrain.
+    """Return a copy of a traceback with all frames of user code and at most `of_ours` frames of drivetrain.
 
     Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
     library between frames of drivetrain are removed with them.
@@ -222,6 +225,7 @@ def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> Tracebac
 
 def _is_library_frame(trace: TracebackType) -> bool:
     code = trace.tb_frame.f_code
+    # Methods that dataclasses generate have no file, but belong to the module that defines them.
     generated = code.co_filename == "<string>" and trace.tb_frame.f_globals.get("__name__", "").startswith(
         "drivetrain."
     )
@@ -239,7 +243,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 
 def known_keywords(function: F) -> F:
-    """Decorate a function so that an unknown keyword argument raises an error that suggests the nearest name."""
+    """Decorate a function so that a misspelled keyword argument raises an error that suggests the closest name."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return function
@@ -262,7 +266,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class of objects that are pickled as their constructor's arguments and rebuilt from them.
+    """Base class whose instances are pickled as constructor arguments and rebuilt by calling the constructor.
 
     Attributes:
         made_with: The constructor's positional arguments and keyword arguments.
@@ -289,19 +293,20 @@ def _make(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any])
 
 
 class DrivetrainDeprecationWarning(FutureWarning):
-    """Warning about a part of drivetrain that will be removed; the message names the version and the replacement.
+    """Warning about a deprecated feature. The message names its replacement and the version that removes it.
 
     It is a `FutureWarning`, because Python hides a `DeprecationWarning` that is raised in an imported module.
     """
 
 
 def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callable[[F], F]:
-    """Decorate a function, method or class so that each call warns of its removal."""
+    """Decorate a function, method or class so that each call warns that it is deprecated and will be removed."""
     until = _until(since, removed_in)
 
     def mark(target: F) -> F:
         message = f"{target.__qualname__} is deprecated {until}.{f' Use {use}.' if use else ''}"
         if inspect.isclass(target):
+            # Replacing the class by a function would break isinstance checks and subclasses.
             target.__init__ = _warning(target.__init__, message)  # type: ignore[method-assign]
             return target
         return _warning(target, message)
@@ -312,7 +317,7 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
 def warn_ignored(
     function: str, name: str, value: object, hint: str, *, since: str, removed_in: str, stacklevel: int = 4
 ) -> None:
-    """Warn that an argument no longer has an effect; do nothing if its value is None."""
+    """Warn that a deprecated argument has no effect, unless its value is None (not passed)."""
     if value is not None:
         _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel)
 
@@ -338,4 +343,4 @@ def _warn(message: str, stacklevel: int = 3) -> None:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Error raised if a checkpoint is missing, incomplete or damaged, so that an older one should be tried."""
+    """Error raised if a checkpoint is missing, incomplete or damaged, so that an older one may be loaded."""

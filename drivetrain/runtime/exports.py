@@ -10,7 +10,7 @@ from typing import Any
 
 
 def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]) -> Any:
-    """Import the object behind a lazy name and cache it in the package's namespace.
+    """Import the object behind a lazily exported name, and store it in the package's namespace.
 
     `exports` maps public names to module names. Raises AttributeError for a name that is not in it.
     """
@@ -21,7 +21,7 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
 
 
 def public_names(package: str) -> list[str]:
-    """Return the `__all__` of a package, or an empty list if the package is not installed.
+    """Return the public names (`__all__`) of a package, or an empty list if it is not installed.
 
     The objects behind lazily exported names are not imported.
 
@@ -32,5 +32,5 @@ def public_names(package: str) -> list[str]:
 
 
 def package_version() -> str:
-    """Return drivetrain's version without triggering any lazy import."""
+    """Return drivetrain's version string without triggering any lazy import."""
     return str(sys.modules["drivetrain"].__version__)

@@ -14,14 +14,14 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def gather_with_gradients(tensor: Tensor) -> Tensor:
-    """Stack a tensor from all processes along a new first dimension, with gradients for each process's own tensor."""
+    """Stack the tensors of all processes along a new first dimension. Gradients flow to each process's own."""
     from torch.distributed.nn.functional import all_gather
 
     return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
 
 
 class TorchGroup:
-    """Methods of `torch.distributed`, applied to one process group.
+    """Base class that offers the functions of `torch.distributed` as methods bound to a process group.
 
     Attributes:
         group: The process group.
@@ -47,7 +47,7 @@ class TorchGroup:
 
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
-        """Initialise the default process group, without leaving the rendezvous address in the environment."""
+        """Initialize the default process group at a rendezvous address, and restore the environment afterwards."""
         # init_process_group reads the address from the environment, which is restored afterwards.
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}
@@ -72,16 +72,17 @@ class TorchGroup:
 
     @classmethod
     def whole(cls) -> Any:
-        """Return the default process group, or None if it is not initialised."""
+        """Return the default process group, which contains all ranks, or None if it is not initialized."""
         return dist.group.WORLD
 
     @classmethod
     def count(cls) -> int:
-        """Return the number of process groups that this process belongs to."""
+        """Return how many process groups exist in this process."""
         return len(dist.distributed_c10d._pg_map)
 
     @classmethod
     def is_member(cls, group: Any) -> bool:
+        # new_group returns this marker on ranks outside the new group.
         return bool(group != dist.GroupMember.NON_GROUP_MEMBER)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:

@@ -28,7 +28,7 @@ _COUNTS_CPU_TIME, _COUNTS_BEATS_ONLY = 1, 2
 
 
 class Heartbeat:
-    """Counter of a rank's progress, in memory that its launcher can read."""
+    """Counter of a rank's progress that its launcher can read, to detect a run that hangs."""
 
     __slots__ = ("_cells", "watched")
 
@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Map the heartbeat file that the launcher created for this process; without one, count in private memory."""
+        """Open the progress counter that the launcher reads, or a private one if no launcher reads it."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()
@@ -54,7 +54,7 @@ class Heartbeat:
         self._cells[_BEATS] += 1
 
     def beating(self, function: Callable[[], int]) -> Callable[[], int]:
-        """Wrap a function so that each call counts as progress; return it unchanged if no launcher reads the count."""
+        """Wrap a function so that each call counts as progress. Without a launcher, return it unchanged."""
         if not self.watched:
             return function
 
@@ -65,14 +65,14 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Record in the heartbeat the timeout of collectives and if waiting ranks use CPU time (`spinning`)."""
+        """Tell the launcher the timeout of collectives, and whether waiting ranks use CPU time (`spinning`)."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress of a rank, as read by its launcher.
+    """Progress of a rank as its launcher reads it, from which the launcher detects a hang.
 
     Attributes:
         beats: Number of units of progress so far.
@@ -86,7 +86,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Create this process's heartbeat file and register the signal handler that writes its stack.
+    """Set up the progress file of this process and the signal handler that dumps its stack for the launcher.
 
     The worker calls this before the script runs. It does nothing if no launcher has set the variable.
     """
@@ -105,7 +105,7 @@ def answer_launcher() -> None:
 
 
 def read_sign(path: str, pid: int) -> Sign | None:
-    """Read the heartbeat of a rank, or return None if the process with this `pid` has written none."""
+    """Read the progress of a rank from its file. Return None if the process `pid` has not written it."""
     try:
         with open(path, "rb") as file:
             content = file.read(_BYTES)
@@ -116,6 +116,7 @@ def read_sign(path: str, pid: int) -> Sign | None:
     cells = [int.from_bytes(content[start : start + 8], "little") for start in range(0, _BYTES, 8)]
     if cells[_PID] != pid:
         return None
+    # Zero means that the timeout is unknown.
     timeout = cells[_TIMEOUT_MS] / 1000 or None
     return Sign(cells[_BEATS], cells[_ATTACHED] != _COUNTS_BEATS_ONLY, timeout)
 
@@ -130,7 +131,7 @@ _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Create or remove the marker file of a process that may die without ending the run.
+    """Tell the launcher by a marker file whether this process may die without ending the run.
 
     It does nothing if there is no launcher.
     """
@@ -145,7 +146,7 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Return True if the process with this error file may die without ending the run."""
+    """Return True if a process, identified by its error file, may die without ending the run."""
     return os.path.exists(_mark(error_file))
 
 
@@ -154,7 +155,7 @@ def mark_left_queue(error: BaseException) -> None:
 
 
 def has_left_queue(error: BaseException | None) -> bool:
-    """Return True if an exception or one of its causes ended this process's work on a queue."""
+    """Return True if an exception, or one of its causes, made this process stop working on a shared queue."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _LEFT_A_QUEUE):

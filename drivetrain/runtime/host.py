@@ -14,7 +14,7 @@ _NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Parse a number of bytes from an int or from text such as `"5GB"` (decimal) or `"500MiB"` (binary units).
+    """Convert a size such as `"5GB"` (decimal) or `"500MiB"` (binary) to a number of bytes.
 
     Case does not matter, except that a lower-case `b`, as in `"5Gb"`, means bits.
     """
@@ -41,12 +41,13 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the available and the total memory in bytes, of the machine or of its container."""
+    """Return the available and the total memory in bytes, limited by the container's cgroup if any."""
     import psutil
 
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
     try:
+        # Files of cgroup v2, which contain the container's limit.
         limit = int((_GROUP / "memory.max").read_text())
         used = int((_GROUP / "memory.current").read_text())
     except (OSError, ValueError):  # no container, no limit ("max"), or another system
@@ -58,7 +59,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes.
+    """Return the resident memory (RSS) of this process in bytes.
 
     On Linux it is read from a file, because importing psutil takes 20 ms.
     """
@@ -86,5 +87,6 @@ def _read_kernel_file(path: str) -> bytes:
 
 def cores_of_process(processes_here: int = 1) -> int:
     """Return the number of CPU cores per process on this machine, at least 1."""
+    # The affinity mask counts only the cores that a scheduler has granted.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes_here)

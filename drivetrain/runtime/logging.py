@@ -23,7 +23,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """Return a logger that prints on the main process only, unless requested otherwise.
+    """Return a logger for distributed runs, which by default logs on the main process only.
 
     Every logging method takes two more keyword arguments. `main_process_only` is True by default. `in_order` (False by
     default) logs on all processes, one after the other. Creating or using the logger never starts a process group.
@@ -59,7 +59,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 class RankLogger(_Adapter):
-    """Logger adapter whose methods take `main_process_only` and `in_order`; created by `get_logger`."""
+    """Logger adapter that logs on the main process only, or on all processes if requested."""
 
     def __init__(self, logger: logging.Logger, extra: dict[str, object]) -> None:
         super().__init__(logger, extra)
@@ -74,7 +74,7 @@ class RankLogger(_Adapter):
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log a message on the main process, or on all processes.
+        """Log a message on the main process or, if `main_process_only` is False, on all processes.
 
         Args:
             level: Level of the message.
@@ -93,6 +93,7 @@ class RankLogger(_Adapter):
             return
         if isinstance(msg, str):
             msg = shown(msg)
+        # Arguments, such as file names, may contain credentials or control characters.
         args = tuple(shown(each) if isinstance(each, str) else each for each in args)
         # Log records must name the caller's line instead of this one.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
@@ -104,7 +105,7 @@ class RankLogger(_Adapter):
                 _wait_for_others()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a warning the first time that this logger gets this message with these arguments.
+        """Log a warning once. Later calls with equal message and arguments are ignored.
 
         Args:
             msg: The message.
@@ -115,7 +116,7 @@ class RankLogger(_Adapter):
             self.log(logging.WARNING, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
     def info_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a message at level INFO the first time that this logger gets it with these arguments.
+        """Log an info message once. Later calls with equal message and arguments are ignored.
 
         Args:
             msg: The message.
@@ -134,7 +135,7 @@ class RankLogger(_Adapter):
 
 
 class _FallbackHandler(logging.Handler):
-    """Handler that prints to stderr as long as the root logger has no handler.
+    """Handler that prints records to stderr unless the root logger has a handler.
 
     Without it, Python prints only warnings and errors, whatever the logger's level. It handles one logger's records
     only, so that no line is printed twice.
@@ -170,7 +171,7 @@ def _wait_for_others() -> None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the world size without starting anything; (0, 1) if the environment is invalid."""
+    """Return this process's rank and the world size, or (0, 1) if the launcher's variables are invalid."""
     state = PartialState.existing()
     try:
         environment = state.environment if state is not None else ProcessEnvironment.detect()

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a call that may run out of memory.
+    """Result of a call that all processes make together, in which some may run out of memory.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes, and report if any of them ran out of memory."""
+    """Call a function on all processes. Report insufficient memory on all if any process ran out of it."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -83,7 +83,7 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | Callable[[int], int] | None = None,
     patience: float = 60.0,
 ) -> Any:
-    """Decorate a function to call it with smaller and smaller batch sizes until it no longer runs out of memory.
+    """Decorate a function so that it is retried with smaller batch sizes after running out of memory.
 
     The function's first argument is the batch size. Memory is released between attempts, so build the model and the
     loaders inside the function. In a distributed run all processes must call it, and they move on to the next size
@@ -162,7 +162,7 @@ def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free the memory of objects whose references the caller overwrites with the return value.
+    """Collect garbage and empty the device's memory cache. Return one None for each object, to replace it.
 
     Args:
         *objects: The objects to release.
@@ -171,6 +171,7 @@ def release_memory(*objects: Any) -> list[None]:
         A list of as many Nones: `model, optimizer = release_memory(model, optimizer)`.
     """
     count = len(objects)
+    # Otherwise this frame would keep the objects alive during the collection.
     del objects
     _release()
     return [None] * count
@@ -184,7 +185,7 @@ def _release() -> None:
 
 
 class MemoryUse(NamedTuple):
-    """Memory that a process uses, in bytes.
+    """Memory of one process in bytes, on its device and on the host.
 
     Attributes:
         current: Memory allocated by tensors on the device, or the resident memory if the device is the CPU.
@@ -206,17 +207,17 @@ class MemoryUse(NamedTuple):
 
 
 def _host_peak() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 on Windows."""
     try:
         import resource
     except ImportError:  # Windows
         return 0
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 class MemoryHistory:
-    """Recording of a device's allocations with torch's memory snapshot, which only CUDA supports.
+    """Recorder of the allocations on a device, which writes a PyTorch memory snapshot. Supported on CUDA only.
 
     Attributes:
         is_recording: True while allocations are being recorded.
@@ -228,7 +229,7 @@ class MemoryHistory:
         self.is_recording = False
 
     def start(self) -> None:
-        """Start recording if the device supports it."""
+        """Start to record allocations. Do nothing on devices without memory snapshots."""
         if hasattr(self._functions, "_record_memory_history"):
             self._functions._record_memory_history(max_entries=self._max_entries)
             self.is_recording = True
@@ -251,7 +252,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Asynchronous copies of results to host memory, which wait for the device once per block of results.
+    """Buffer that copies results from the device to the host asynchronously, and synchronizes once per block.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.
@@ -265,7 +266,7 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start copying a nested structure of tensors to the CPU.
+        """Start to copy the tensors of a nested structure to the CPU. Return the finished block once it is full.
 
         Returns the finished block if it is full, else an empty list. `cut` is applied to the structure after the copy.
         """
@@ -278,7 +279,7 @@ class HostBlocks:
             return leaf
 
         recursively_apply(measure, item)
-        # Only devices of this kind can be synchronised; copies from others must block.
+        # Only devices of this kind can be synchronized; copies from others must block.
         queued = own if all(device.type == self._kind.name for device in own) else set()
         self._items.append((send_to_device(item, torch.device("cpu"), non_blocking=bool(queued)), cut))
         self._devices |= queued
@@ -286,19 +287,20 @@ class HostBlocks:
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """Wait for the copies that have been started, and return them as CPU tensors."""
+        """Wait until all pending copies have finished, and return the results as CPU tensors."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
         items = [item if cut is None else cut(item) for item, cut in given]
         if self._devices:
             self._devices.clear()
+            # Pinned memory is scarce, so long-lived results must not keep it.
             items = [recursively_apply(lambda leaf: leaf.clone() if leaf.is_pinned() else leaf, item) for item in items]
         return items
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Return the number of elements of a parameter before quantisation, and its stored bytes with scales."""
+    """Return a parameter's element count before quantization, and its stored bytes with quantization scales."""
     # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())
@@ -318,12 +320,12 @@ def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, 
 
 
 def wraps_others(tensor: Any) -> bool:
-    """Return True if a tensor subclass stores its values in other tensors, as quantised and sharded ones do."""
+    """Return True if a tensor subclass stores its data in inner tensors, as quantized and sharded tensors do."""
     return bool(_wraps(tensor))
 
 
 def stored_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that store a tensor's values: the tensor itself, or the inner ones of a subclass."""
+    """Yield the plain tensors that hold a tensor's data: the tensor, or the inner tensors of a subclass."""
     if not wraps_others(tensor):
         yield tensor
         return

@@ -27,10 +27,10 @@ def init_process_group(
     timeout: timedelta | None = None,
     device: torch.device | None = None,
 ) -> tuple[str, Store]:
-    """Initialise the default process group. Returns the backend for the device and the rendezvous store.
+    """Initialize the default process group. Return its backend for the device and the rendezvous store.
 
     Tensors of the device kind use the kind's backend. CPU tensors always use gloo, so that gathering Python objects
-    does not synchronise with the device.
+    does not synchronize with the device.
     """
     chosen = backend or kind.backend
     spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
@@ -59,7 +59,7 @@ def init_process_group(
 
 
 def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
-    """Connect to the elastic agent's store if there is one, else to the store that rank 0 serves.
+    """Return the rendezvous store, served by the elastic agent or, without an agent, by rank 0.
 
     Each restart by an elastic agent gets a key prefix of its own. Keys of the previous attempt would otherwise make
     ranks connect to processes that have exited.
@@ -71,6 +71,7 @@ def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> St
         environment.world_size,
         is_master=environment.rank == 0 and not agent_serves,
         timeout=timeout,
+        # A second store on the same port in this process shares the server.
         multi_tenant=True,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -85,13 +86,14 @@ def destroy_process_group() -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # Reference cycles may keep DDP reducers alive.
     gc.collect()
     barrier()
     dist.destroy_process_group()
 
 
 def leave_process_group(store: Store, patience: timedelta) -> None:
-    """Destroy the process group at exit, after waiting at most `patience` for the other processes to exit."""
+    """Destroy the process group at exit, but first wait up to `patience` for the other processes to exit."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()
@@ -121,7 +123,7 @@ def leaving_key(rank: int) -> str:
 
 
 def group_timeout() -> timedelta | None:
-    """Return the timeout of the default process group's collectives, or None if there is none or it is unknown."""
+    """Return the timeout of collectives in the default process group, or None if unknown or no group exists."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
@@ -134,11 +136,11 @@ def group_timeout() -> timedelta | None:
 
 
 def group_store() -> Store:
-    """Return the store of a default process group that the script initialised itself."""
+    """Return the store of the default process group, for a group that the script initialized itself."""
     return dist.distributed_c10d._get_default_store()
 
 
 def barrier() -> None:
-    """Wait until every process has called this; return at once if there is only one."""
+    """Wait until all processes have reached the barrier. With a single process, return at once."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

@@ -21,7 +21,7 @@ from drivetrain.runtime.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:
-    """Shape and dtype of a tensor, from which an empty one can be allocated."""
+    """Shape and dtype of a tensor, used to allocate an equal tensor without sending its data."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,7 +36,7 @@ def is_tensor_information(value: object) -> bool:
 
 
 def is_leaf(value: object) -> bool:
-    """Return True if a value is not a container of other values. Tensors are leaves."""
+    """Return True if a value is a leaf, such as a tensor or a number, rather than a container of values."""
     return _children(value) is None
 
 
@@ -55,7 +55,7 @@ def field_names(data: Any) -> list[str] | None:
 
 
 def with_fields(data: Any, values: Iterable[Any]) -> Any:
-    """Copy a dataclass or attrs instance with new field values, given in the order of `field_names`."""
+    """Return a copy of a dataclass or attrs instance with new field values, listed in field order."""
     # dataclasses.replace would run __post_init__ again, and it refuses fields with init=False.
     clone = copy.copy(data)
     for name, value in zip(field_names(data) or (), values, strict=True):
@@ -64,8 +64,9 @@ def with_fields(data: Any, values: Iterable[Any]) -> Any:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Build a sequence of the type of `obj` (a list, tuple or named tuple, or a subclass) from `generator`."""
+    """Build a list, tuple or named tuple of the same type as `obj` from the items of `generator`."""
     if is_namedtuple(obj):
+        # Named tuples take their fields as separate arguments.
         return type(obj)(*generator)
     return type(obj)(list(generator))
 
@@ -78,7 +79,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to every tensor in a nested structure, or to other leaves selected by `test_type`.
+    """Apply a function to every tensor of a nested structure. `test_type` can select other leaves.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
@@ -123,7 +124,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Move all tensors of a nested structure, and all objects with a `to` method, to a device.
+    """Move all tensors in a nested structure to a device, and all other objects with a `to` method.
 
     Args:
         tensor: The structure.
@@ -169,7 +170,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def batch_size_or_none(data: Any) -> int | None:
-    """Return the number of rows of a batch, or None if it holds no tensor or array with a dimension."""
+    """Return the number of rows in a batch, or None if no tensor or array in it has a dimension."""
     if isinstance(data, Tensor):
         return data.size(0) if data.dim() else None
     for leaf in _leaves(data):
@@ -182,7 +183,7 @@ def batch_size_or_none(data: Any) -> int | None:
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor that has one.
+    """Return the number of rows in a batch, which is the first dimension of its first tensor.
 
     Args:
         data: A nested structure of tensors or NumPy arrays.
@@ -204,7 +205,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate nested structures of equal form, tensor by tensor.
+    """Concatenate nested structures of tensors that have equal keys and lengths, tensor by tensor.
 
     Args:
         data: The structures, all with equal keys and lengths.
@@ -232,7 +233,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """Slice the first dimension of every tensor in a nested structure; 0-dimensional tensors are not changed."""
+    """Slice the first dimension of every tensor in a nested structure. Scalars are left unchanged."""
     return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.dim() else tensor, data)
 
 
@@ -247,7 +248,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
-    """Replace every `TensorInformation` of a nested structure by an uninitialised tensor."""
+    """Replace each `TensorInformation` in a nested structure by an uninitialized tensor of that shape."""
 
     def allocate(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype, device=device)
@@ -256,7 +257,7 @@ def initialize_tensors(data_structure: Any, device: torch.device | str | None = 
 
 
 def _children(data: Any) -> list[Any] | None:
-    """Return the values that a container holds, in order, or None for a leaf."""
+    """Return the values inside a container in order, or None if `data` is not a container."""
     if isinstance(data, (tuple, list)):
         return list(data)
     if isinstance(data, Mapping):
@@ -266,7 +267,7 @@ def _children(data: Any) -> list[Any] | None:
 
 
 def _with_children(data: Any, children: Sequence[Any]) -> Any:
-    """Build a container of the type and keys of `data` with other values."""
+    """Return a container of the type and keys of `data` that holds the values of `children`."""
     kind = type(data)
     if kind is dict:
         return dict(zip(data, children, strict=True))
@@ -293,9 +294,10 @@ def _leaves(data: Any) -> Iterable[Any]:
 
 
 def _matching_children(first: Any, count: int, other: Any) -> list[Any]:
-    """Return the children of `other` in the order of `first`, or raise if keys or lengths differ."""
+    """Return the values of `other` in the key order of `first`. Raise an error if keys or lengths differ."""
     if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() == other.keys():
         return [other[key] for key in first]
+    # A mapping with other keys does not match, even if the number of values is equal.
     children = None if isinstance(first, Mapping) else _children(other)
     if children is None or len(children) != count:
         raise DataError(
@@ -312,12 +314,12 @@ def _expect_tensor(value: Any) -> Tensor:
 
 
 def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Call the `to` method of an object that is no tensor, which may not accept `non_blocking`."""
+    """Move an object by its `to` method, passing `non_blocking` only if the method accepts it."""
     if non_blocking:
         try:
             return data.to(device, non_blocking=True)
         except TypeError:
-            pass
+            pass  # the `to` of another package may lack the argument
     return data.to(device)
 
 

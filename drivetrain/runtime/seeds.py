@@ -35,7 +35,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Literal["warn"] = False) -> None:
-    """Seed the global generators of Python, NumPy and torch, on all devices, and record the seed.
+    """Seed the global random generators of Python, NumPy and torch on all devices, and record the seed.
 
     The recorded seed is the `seed` argument, even with `device_specific`. The seeds of samples are derived from it (see
     `sample_seed`). No process group is started.
@@ -73,13 +73,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
 
 
 def recorded_seed() -> int | None:
-    """Return the seed of the last `set_seed` call in this process, or None before the first call."""
+    """Return the seed that `set_seed` was last called with in this process, or None if never called."""
     seed: int | None = PartialState.registry().get("seed")
     return seed
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the 64-bit seed of one sample, mixed from the run's seed, the epoch and the sample's index.
+    """Return the 64-bit random seed of one sample, derived from the run's seed, the epoch and its index.
 
     Each argument goes through SplitMix64's finaliser in turn (Steele, Lea and Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014). For one seed and epoch, different indices below 2**64 have different seeds.
@@ -88,13 +88,14 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """Return a function that maps a sample's index to its seed in one epoch, faster than `sample_seed`."""
+    """Return a function from sample index to seed for one epoch. For many samples, faster than `sample_seed`."""
+    # Mixed once per epoch, so that only the index is mixed for each sample.
     base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
     return lambda index: _splitmix64((base + index) & _MASK)
 
 
 def _splitmix64(value: int) -> int:
-    """Apply the finaliser of the SplitMix64 generator to a 64-bit integer."""
+    """Mix the bits of a 64-bit integer with the output function of the SplitMix64 generator."""
     mixed = (value + _GOLDEN_GAMMA) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -102,7 +103,7 @@ def _splitmix64(value: int) -> int:
 
 
 def seed_all_generators(seed: int) -> None:
-    """Seed the CPU generators of Python, NumPy and torch from 64 bits, without seeding devices.
+    """Seed the global CPU generators of Python, NumPy and torch from one 64-bit seed. Skip other devices.
 
     It is fast enough for every sample. NumPy gets the upper and torch the lower 32 bits. Both are Mersenne Twisters
     with 32-bit seeds, so equal seeds would give equal streams.
@@ -112,7 +113,7 @@ def seed_all_generators(seed: int) -> None:
 
 
 class GlobalGenerator(NamedTuple):
-    """Functions of one global random generator.
+    """Functions to seed, draw from, save and restore one global generator, such as NumPy's.
 
     Attributes:
         seed: Seeds the generator from 64 bits, or from 32 of them.
@@ -147,7 +148,7 @@ GENERATORS = {
 
 
 def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
-    """Return the names of generators that were used or reseeded since `seed_all_generators(seed)`.
+    """Return which named generators were used or reseeded since the call `seed_all_generators(seed)`.
 
     Each generator's next value is compared with the first value after seeding.
     """
@@ -156,6 +157,7 @@ def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
         generator = GENERATORS[name]
         found = generator.draw()
         generator.seed(seed)
+        # At least 53 bits are compared, so an equal draw by chance is negligible.
         if generator.draw() != found:
             drawn.append(name)
     return drawn
@@ -165,7 +167,7 @@ _own_generators: dict[str, torch.Generator] = {}
 
 
 def own_generator(name: str) -> torch.Generator:
-    """Create a named torch generator whose draws do not affect the global generators.
+    """Create a named torch generator whose draws leave the global generators unchanged.
 
     It is seeded from the state of torch's global generator, which does not change. Its state is part of this process's
     `RandomState` until another generator of that name is created.
@@ -179,7 +181,7 @@ def own_generator(name: str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the global generators of Python, NumPy and torch, and of the devices' generators.
+    """Saved state of the global random generators of Python, NumPy and torch, on the CPU and on devices.
 
     Attributes:
         python: State from `random.getstate`.
@@ -218,7 +220,7 @@ class RandomState:
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
     def restore(self) -> None:
-        """Restore all captured generators, skipping devices that this machine does not have."""
+        """Restore all saved generators. States of devices that this machine lacks are skipped."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
@@ -249,7 +251,7 @@ class RandomState:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RandomState:
-        """Build a random state from its `state_dict`, in which lists may replace tensors."""
+        """Rebuild a random state from the dict that `state_dict` returned. Lists may replace its tensors."""
         try:
             python, numpy = state["python"], state["numpy"]
             return cls(
@@ -272,7 +274,7 @@ class RandomState:
 
 
 class KeptGenerators:
-    """Snapshot of the CPU generators of Python, NumPy and torch that detects and undoes changes.
+    """Snapshot of the global CPU generators of Python, NumPy and torch that can detect and undo changes.
 
     Used as a context manager, it restores the generators after the body. It can be entered repeatedly.
     """
@@ -284,7 +286,7 @@ class KeptGenerators:
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of the generators whose state differs from the recorded one."""
+        """Return the names of the generators whose state has changed since the snapshot was taken."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -309,13 +311,14 @@ def _same_state(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):  # NumPy's state, which holds arrays
+        # Comparing arrays with == gives an array, which has no truth value.
         return pickle.dumps(one) == pickle.dumps(other)
     return bool(one == other)
 
 
 @contextmanager
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
-    """Run the body and then restore the global generators.
+    """Context manager that restores the global random generators after its body.
 
     Copying NumPy's state takes most of the time, so use it once per batch and not once per sample.
     """
@@ -337,7 +340,7 @@ def _checked_seed(seed: int) -> int:
 
 
 def make_deterministic(mode: bool | str) -> None:
-    """Turn on torch's deterministic algorithms and the settings of cuBLAS and cuDNN that they need."""
+    """Make torch use deterministic algorithms, and configure cuBLAS and cuDNN accordingly."""
     if mode not in (True, "warn"):
         raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.")
     # cuBLAS reads this when it creates its handle: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
@@ -367,7 +370,7 @@ def several_processes() -> bool:
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Find the random generators that loaders and samplers, also nested ones, hold as attributes.
+    """Return the random generators that data loaders and samplers, including nested ones, have as attributes.
 
     Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
     order that is equal on all processes.
@@ -381,9 +384,11 @@ def find_generators(*owners: Any) -> list[Any]:
             continue
         seen.add(id(owner))
         attributes = getattr(owner, "__dict__", {})
+        # Sorted, so that the order is equal on all processes.
         for name in sorted(attributes):
             value = attributes[name]
             if isinstance(value, torch.Generator):
+                # The global generator is captured separately, with NumPy's and Python's.
                 is_generator = value.device.type == "cpu" and value is not torch.default_generator
             else:
                 is_generator = isinstance(value, (np.random.Generator, np.random.RandomState, random.Random))
@@ -400,7 +405,7 @@ def find_generators(*owners: Any) -> list[Any]:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return a generator's state as bytes, or as lists and dicts of numbers and strings.
+    """Return the state of a random generator as plain values: bytes, lists, dicts, numbers and strings.
 
     The result holds no tensors. Checkpoints may save tensors from any process, but if rank 0 reads for all, only its
     state is valid.
@@ -429,7 +434,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def kept_generators(*owners: Any) -> Iterator[None]:
-    """Restore after the body all generators that `find_generators` finds in the given objects."""
+    """Context manager that restores the random generators of loaders and samplers after its body."""
     generators = find_generators(*owners)
     states = [generator_state(generator) for generator in generators]
     try:
@@ -441,7 +446,7 @@ def kept_generators(*owners: Any) -> Iterator[None]:
 
 @dataclass
 class EpochStart:
-    """Random state from which an epoch's order is drawn.
+    """Random state at the start of an epoch, from which the order of its samples can be reproduced.
 
     Attributes:
         shared: State of the global generators of Python, NumPy and torch.
@@ -462,7 +467,7 @@ class EpochStart:
         return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
-        """Broadcast the epoch's random state from rank 0. All processes must call it, and get equal states."""
+        """Return rank 0's random state, broadcast to all processes, so that all draw equal orders."""
         agreed: EpochStart = broadcast_object_list([self])[0]
         return agreed
 
@@ -480,7 +485,7 @@ class EpochStart:
 
 
 class SeparateDraws:
-    """Separate random state from which an epoch's order is drawn without disturbing the global generators.
+    """Private random state that draws an epoch's sample order without affecting the global generators.
 
     If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
     next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which
@@ -493,28 +498,31 @@ class SeparateDraws:
         self._state = start.shared
         self._same = _equal_states(before, start.left or start.shared)
         if start.left is not None:
+            # On resume, a generator follows the order only if it did so before the interruption.
             self._same = _elementwise_and(self._same, start.follows)
         self._resumes, self._draws_later = start.left is not None, False
         self._left: RandomState | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Use the separate random state during the body, and restore the global generators afterwards."""
+        """Context manager whose body draws from the private random state instead of the global generators."""
         outside = RandomState.capture(devices=False)
         self._state.restore()
         try:
             yield
         finally:
+            # The next body continues where this one has stopped.
             self._state = RandomState.capture(devices=False)
             outside.restore()
 
     def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Iterate over items, and read each one with the separate random state."""
+        """Yield the items of an iterable, fetching each one under the private random state."""
         self._draws_later = True
         return self._iterate(items)
 
     def _iterate(self, items: Iterable[Item]) -> Iterator[Item]:
         with self.drawing():
+            # `iter` may draw too: a DataLoader draws a seed for its workers.
             iterator = iter(items)
         while True:
             with self.drawing():
@@ -525,7 +533,7 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global generators as if the order had been drawn from them, if they were at its start.
+        """Advance the global generators past the draws of the epoch's order, unless other code has used them.
 
         It is called after the first items are drawn, and again at the end. The second call advances only generators
         that nothing else has used in between.
@@ -546,7 +554,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Compare two random states. Returns a flag each for Python's, NumPy's and torch's generator."""
+    """Return whether two random states agree, as one flag each for Python, NumPy and torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 
@@ -556,7 +564,7 @@ def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool
 
 
 def _plain(state: Any) -> Any:
-    """Convert the NumPy arrays in a generator's state to lists."""
+    """Replace the NumPy arrays in a generator's state with plain dicts of dtype and values."""
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -565,7 +573,7 @@ def _plain(state: Any) -> Any:
 
 
 def _arrays(state: Any) -> Any:
-    """Convert lists in a generator's state back to NumPy arrays."""
+    """Rebuild the NumPy arrays in a generator's state that `_plain` has replaced."""
     if isinstance(state, Mapping):
         if state.keys() == {"dtype", "values"}:
             return np.array(state["values"], dtype=state["dtype"])

@@ -46,7 +46,7 @@ _OF_THE_GROUP = ("store", "leaving", "heartbeat")
 
 
 class DistributedType(str, Enum):
-    """Kind of distributed run: device kind and number of processes."""
+    """Kind of distributed run, such as `MULTI_GPU`, given by the device kind and the number of processes."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -66,9 +66,9 @@ class DistributedType(str, Enum):
 
 
 class PartialState:
-    """Rank, device and process group of this process. All instances in a process share one state.
+    """Rank, device and process group of the current process, shared by all instances of the class.
 
-    The first instance reads the environment, selects the device and, if there are several processes, initialises the
+    The first instance reads the environment, selects the device and, if there are several processes, initializes the
     process group.
 
     Args:
@@ -148,6 +148,7 @@ class PartialState:
                 self._shared["store"] = store
                 atexit.register(self._leave)
         if "heartbeat" not in self._shared:
+            # A reset keeps it while the process group exists; a second one would add another optimizer hook.
             self.heartbeat = _watched_heartbeat(kind)
         self.call_comparison = None
         if self.debug and environment.is_distributed:
@@ -159,26 +160,26 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """True if the process's environment and device have been detected."""
+        """True if the rank and device of this process have already been detected."""
         return "environment" in self._shared
 
     @classmethod
     def existing(cls) -> PartialState | None:
-        """Return this process's state if it has been initialised, else None; start nothing."""
+        """Return this process's state, or None if it is not initialized. Nothing is initialized by the call."""
         return cls() if "environment" in cls._shared else None
 
     @classmethod
     def registry(cls) -> dict[str, Any]:
-        """Return the dict of objects that exist once per process, to which any module may add."""
+        """Return the dict with the attributes of all instances, in which modules may store per-process objects."""
         return cls._shared
 
     @property
     def store(self) -> Store | None:
-        """Rendezvous store of the processes, or None for a single process or a group that the script initialised."""
+        """Store used for rendezvous, or None with a single process or a process group that the script created."""
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Register a callback that releases resources once before the process group is destroyed.
+        """Register a callback that runs once, just before the process group is destroyed.
 
         Args:
             callback: Called without arguments.
@@ -191,18 +192,19 @@ class PartialState:
             callback()
 
     def _leave(self) -> None:
-        """Leave the process group at exit. After an exception, do not wait for the other processes."""
+        """Leave the process group at exit, without waiting for other processes after an exception."""
         store = self._shared.pop("store", None)
         if store is not None:
             self._release()
+            # The interpreter sets last_value when an uncaught exception ends the script.
             failed = getattr(sys, "last_value", None) is not None
             leave_process_group(store, timedelta(milliseconds=1) if failed else EXIT_PATIENCE)
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Reset the shared state, so that its next use detects the environment and device again.
+        """Clear the shared state, so that the environment and the device are detected again on next use.
 
-        An initialised process group is kept, and the next state uses it.
+        An initialized process group is kept, and the next state uses it.
         """
         stays = _OF_THE_GROUP if dist.is_available() and dist.is_initialized() else ()
         for name in [name for name in cls._shared if name not in stays]:
@@ -222,7 +224,7 @@ class PartialState:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of distributed run, by device kind and number of processes."""
+        """Kind of distributed run, given by the device kind and the number of processes."""
         own = DistributedType.__members__.get(self.kind.name.upper())
         if own is not None:  # a kind for which one process may drive several devices
             return own
@@ -233,7 +235,7 @@ class PartialState:
 
     @property
     def use_distributed(self) -> bool:
-        """True if there is more than one process."""
+        """True if the run has more than one process."""
         return self.environment.world_size > 1
 
     @property
@@ -280,7 +282,7 @@ class PartialState:
         """Device that this machine would use if none were requested."""
         return detect_device_kind().device(self.environment.local_rank)
 
-    # synchronisation
+    # synchronization
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has called this (a barrier).
@@ -298,7 +300,7 @@ class PartialState:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on the main process first, and then on all others.
+        """Context manager that runs its body on the main process first, and then on all other processes.
 
         If the body raises on the main process, the others are released as well, so that none waits forever.
         """
@@ -307,12 +309,13 @@ class PartialState:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on the first process of each machine, and then on the others."""
+        """Context manager that runs its body on the first process of each machine before all others."""
         with self._first(self.is_local_main_process, "local_main_process_first"):
             yield
 
     @contextmanager
     def _first(self, first: bool, name: str) -> Iterator[None]:
+        # The first process meets the others in one barrier: after its body, and before theirs.
         if not first:
             self._wait(name)
         try:
@@ -323,7 +326,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, dynamic: bool = False) -> Iterator[Any]:
-        """Split `inputs` into one contiguous part per process.
+        """Split `inputs` between the processes. The context manager yields one contiguous part to each.
 
         If the length is not a multiple of the number of processes, the first processes get one more item.
 
@@ -368,6 +371,7 @@ class PartialState:
                 "split_between_processes cannot use apply_padding with dynamic=True, because the number of items per "
                 "process is not known in advance. Leave one of them out.",
             )
+        # A single process has no rendezvous store, so its queue uses one in memory.
         store = (self.store or group_store()) if self.use_distributed else HashStore()
         queue = WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
         queue.wait_for_all()
@@ -376,7 +380,7 @@ class PartialState:
     # execution on some processes only
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it; it returns None on the others.
+        """Decorate a function so that only the main process runs it. On other processes it returns None.
 
         Args:
             function: The function, or None if the decorator is used with parentheses.
@@ -402,7 +406,7 @@ class PartialState:
         return self._only_if(function, lambda: self.is_last_process)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this rank runs it.
+        """Decorate a function so that only the process with the given global rank runs it.
 
         Args:
             function: The function, or None if the decorator is used with arguments.
@@ -413,7 +417,7 @@ class PartialState:
         return self._only_if(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this local rank runs it, on each machine.
+        """Decorate a function so that on each machine only the process with the given local rank runs it.
 
         Args:
             function: The function, or None if the decorator is used with arguments.
@@ -432,7 +436,7 @@ class PartialState:
         return cast("Function", guarded)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print like the built-in `print`, once per machine.
+        """Print like the built-in `print`, but only on the first process of each machine.
 
         Args:
             *args: Objects to print.
@@ -442,7 +446,7 @@ class PartialState:
             print_all(*args, **kwargs)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Wait for all processes and destroy the default process group.
+        """Wait for all processes, then destroy the default process group.
 
         Args:
             group: A process group that the script created. If given, only this group is destroyed.
@@ -468,12 +472,13 @@ class PartialState:
 
 
 def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
-    """Open this rank's heartbeat and, if a launcher reads it, count each optimizer step in it."""
+    """Open this rank's progress counter. If a launcher monitors it, count every optimizer step."""
     heartbeat = Heartbeat.attach()
     if heartbeat.watched:
         heartbeat.describe_waits(group_timeout(), spinning=kind.name != "cpu")
 
         def beat(*_: Any) -> None:
+            # A traced beat would run during compilation only, not at each step.
             if not torch.compiler.is_compiling():
                 heartbeat.beat()
 
@@ -482,13 +487,13 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
 
 def _is_set(*names: str) -> bool:
-    """Return True if the first of these environment variables that is not empty has a true value."""
+    """Return True if the first non-empty variable among `names` is `1`, `true`, `yes` or `on`."""
     given = (os.environ[name] for name in names if os.environ.get(name))
     return next(given, "").lower() in _TRUE
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Adopt rank and world size of a process group that the script has initialised, if there is one."""
+    """Return an environment with the rank and world size of an already initialized process group, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -528,12 +533,12 @@ def _slice_and_pad(inputs: Any, start: int, end: int, missing: int) -> Any:
 
 
 def forget_process() -> None:
-    """Reset the state that a process inherited from its parent, so that its next use detects it again."""
+    """Clear state inherited from the parent process after a fork, so that it is detected again on next use."""
     PartialState._reset_state()
 
 
 def leave_run() -> None:
-    """Leave the process group in a process that skips `atexit` handlers, such as a forked one.
+    """Leave the process group in a forked process, which exits without running `atexit` handlers.
 
     Other processes may still be waiting for it.
     """
@@ -542,7 +547,7 @@ def leave_run() -> None:
 
 
 def _sharing(kind: type[PartialState]) -> PartialState:
-    """Create an instance that initialises the process's state on first use."""
+    """Unpickle a state: return an instance that reads this process's state, initialized on first access."""
     state = kind.__new__(kind)
     state.__dict__ = PartialState.registry()
     return state

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Return True if every process calls this with an equal name within `patience`.
+    """Return True if every process reaches this point, identified by `name`, within `patience`.
 
     No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
     answer, unless the process that serves the store has exited.
@@ -33,6 +33,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
         arrived = store.add(count, 1)
         while arrived < state.num_processes and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+            # Adding 0 reads the counter.
             arrived = store.add(count, 0)
         # One process may time out just as another sees the last one arrive: the first verdict in the store counts.
         mine = "here" if arrived >= state.num_processes else "missing"
@@ -42,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Collect a text from every process in rank order, or return None if not all arrive within `patience`."""
+    """Collect a text from each process, in rank order. Return None if not all take part within `patience`."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -70,7 +71,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """Attempt at a call that all processes make together, with the outcomes shared through the store."""
+    """Coordination of a call that all processes attempt together, so that they succeed or fail together."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
@@ -85,16 +86,16 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Begin a shared attempt, or return None if this is the only process."""
+        """Start a joint attempt with the other processes. Return None if there are no others."""
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
     def fail(self, error: BaseException) -> None:
-        """Record an error other than out of memory, so that the other processes fail too."""
+        """Report an error other than insufficient memory to the other processes, so that they fail too."""
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for the other processes' outcomes. Returns True if none of them ran out of memory."""
+        """Wait for the outcomes of all processes. Return True if none of them ran out of memory."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:
@@ -110,6 +111,7 @@ class SharedAttempt:
             waited = time.monotonic() - begin
             if not running and (not absent or waited >= self._patience):
                 break
+            # After running out of memory, this rank may be what the others wait for: give up early.
             if running and waited >= (self._limit if here else self._patience):
                 raise CollectiveError(self._stuck_message(running, here, waited))
             time.sleep(pause)

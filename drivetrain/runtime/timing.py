@@ -48,7 +48,7 @@ _RECHECKED = 16
 
 
 class Timing:
-    """Times that the training thread has spent in each part of a run, such as data loading or the backward pass.
+    """Measurement of how long a run spends in each of its parts, such as data loading and backward.
 
     All time of `fit` from the beginning of the first epoch counts for one of the `PARTS`. Validation, checkpoints, ends
     of epochs and tracker writes are always measured. Within steps, marks separate the parts. If marks take less than
@@ -83,10 +83,11 @@ class Timing:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds spent in each part of the run, by the part's name."""
+        """Seconds spent in each part of the run, as a dict from part name such as `"backward"` to seconds."""
         times, drawn = self._read()
         marked = drawn if sum(drawn) > 0 else times[:_SPANS]
         whole = sum(marked)
+        # Steps without marks are split in the proportions of the randomly marked ones.
         rest = times[_UNMARKED]
         found = {}
         for number, name in enumerate(PARTS):
@@ -101,20 +102,20 @@ class Timing:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fraction of the time spent in each part of the run, by the part's name. All are 0 before a run."""
+        """Fraction of the total time spent in each part of the run, as a dict from part name to fraction."""
         seconds = self.seconds
         total = sum(seconds.values())
         return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
 
     @property
     def inferred(self) -> float:
-        """Fraction of the time that was not measured but inferred from randomly measured steps."""
+        """Fraction of the total time that was extrapolated from sampled training steps instead of measured."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `seconds`, `shares`, `total_seconds` and `inferred` as a dict."""
+        """Return the measured times as a dict: total seconds, and seconds and share of each part of the run."""
         return {
             "total_seconds": self.total_seconds,
             "inferred": self.inferred,
@@ -137,13 +138,14 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Reset all times, and measure the time spent in the body.
+        """Context manager that resets all times and then measures its body.
 
         Args:
             sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
         """
         self._reset()
         self.sees_sync = sees_sync
+        # One marked step per so many seconds keeps the cost of marks below the limit.
         self._marked_every = _PER_STEP * self._seconds_of_a_mark() / _COST
         self._runs = True
         try:
@@ -153,7 +155,7 @@ class Timing:
             self.on = self._runs = False
 
     def enter(self, part: int) -> int:
-        """Count the time from now on for a part of the run. Returns the previous part.
+        """Switch the clock to another part of the run, and return the number of the previous part.
 
         Args:
             part: One of the part numbers, such as `FORWARD`.
@@ -166,7 +168,7 @@ class Timing:
         return before
 
     def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function and count its time for a part of the run.
+        """Call a function, attributing its time to a part of the run, and return its result.
 
         Check `on` first and call the function directly in an unmarked step.
 
@@ -185,7 +187,7 @@ class Timing:
 
     @contextmanager
     def span(self, part: int) -> Iterator[None]:
-        """Count all time of the body for a part of the run, except nested spans, which count for their own part.
+        """Context manager that attributes the time of its body to a part of the run, such as a checkpoint.
 
         Args:
             part: One of the part numbers, such as `CHECKPOINT`.
@@ -193,6 +195,7 @@ class Timing:
         if not self._runs:
             yield
             return
+        # The span counts as a whole, so code inside of it must not mark.
         before, on = self.enter(_SPANS + part), self.on
         self.on = False
         try:
@@ -212,7 +215,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide between two training steps if the parts of the following steps are measured (marked).
+        """Decide if the next training steps are timed. Return the batch count at which to decide again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -222,10 +225,12 @@ class Timing:
         """
         self.enter(IDLE)
         if not self._marks:
+            # The pause before the chosen batch is over.
             self._mark(True)
             return batches + 1
         if not self._is_first:
             for number, before in enumerate(self._before_marks):
+                # The steps that have just ended were chosen at random, so they represent the unmarked ones.
                 self._drawn[number] += self._times[number] - before
         self._is_first = False
         stretch = self._stretch_length(batches)
@@ -234,12 +239,13 @@ class Timing:
             return batches + _RECHECKED
         # Mark a random batch of each stretch: at a fixed distance, periodic work would be marked always or never.
         ahead = self._random.randrange(stretch)
+        # First the `_left` batches that remain of the previous stretch, then `ahead` batches of the new one.
         pause, self._left = self._left + ahead, stretch - 1 - ahead
         self._mark(pause == 0)
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Begin an epoch with training steps whose parts are all measured (marked).
+        """Start an epoch with timed steps. Return the batch count at which to call `turn`.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -251,14 +257,15 @@ class Timing:
         return batches + _FIRST
 
     def _seconds_of_a_mark(self) -> float:
-        """Measure the seconds that one mark takes, as the fastest of a few tries."""
         tries = []
         for _ in range(8):
             begun = perf_counter()
             for _ in range(8):
                 self.enter(IDLE)
             tries.append((perf_counter() - begun) / 8)
+        # The tries have counted as idle time.
         self._times[IDLE] = 0.0
+        # The fastest try is the one that was least disturbed.
         return min(tries)
 
     def _mark(self, marks: bool) -> None:
@@ -267,14 +274,14 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return the number of batches of which one is measured, from the recent time per batch."""
+        """Return the number of batches per timed batch, so that timing takes at most 0.1 % of the run."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
         return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
-        """Count the end of a backward pass, after the model's last gradient, as waiting for other processes.
+        """Register a hook on the loss, so that waiting for other processes at the end of backward is timed.
 
         Args:
             loss: The tensor on which `backward` is called.
@@ -291,7 +298,7 @@ class Timing:
             self.enter(SYNC)
 
     def _read(self) -> tuple[list[float], list[float]]:
-        """Return the seconds spent in each part so far, and the seconds of the randomly measured steps in each part."""
+        """Return seconds per part up to now, as two lists: all times, and those of randomly sampled steps."""
         while True:
             since, at = self._since, self._at
             times, drawn = list(self._times), list(self._drawn)
@@ -310,7 +317,7 @@ NOTICEABLE = 0.2  # fraction of the time from which a part other than the model 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Seconds that one process spent in each part of the training.
+    """Summary of how one process spent its training time, in seconds per activity.
 
     Attributes:
         total: All of the time.
@@ -361,7 +368,7 @@ class TimeSpent:
         )
 
     def sentence(self) -> str:
-        """Return one sentence that names the slowest part of the training and a remedy.
+        """Return advice in one sentence: the slowest part of the training and how to shorten it.
 
         It is empty if nothing was measured.
         """
@@ -435,7 +442,7 @@ def _percent(share: float) -> str:
 
 
 def _rate(value: float) -> str:
-    """Format a number with three significant digits, such as 2,400."""
+    """Format a number with three significant digits, such as `2,400` or `0.125`."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     rounded = round(value, digits)
     return f"{rounded:,.0f}" if digits <= 0 else f"{rounded:,.{digits}f}"

@@ -30,7 +30,7 @@ _GIVEN_UP = "given up"
 
 
 class WorkQueue:
-    """Queue from which each process of a run takes the next item when it has finished the previous one.
+    """Queue of inputs shared by all processes, from which each takes its next item when it is free.
 
     Args:
         inputs: A list, tuple, tensor or other object with a length and indices, or a dict of such objects with equal
@@ -74,7 +74,7 @@ class WorkQueue:
         self._signs: threading.Thread | None = None
 
     def wait_for_all(self) -> None:
-        """Wait until every process has created its queue, so that none dies while others still connect.
+        """Wait until every process has created its queue. Otherwise an early exit could break their rendezvous.
 
         Raises:
             CollectiveError: If a process does not create one within the store's timeout.
@@ -111,7 +111,7 @@ class WorkQueue:
         return _item(self._inputs, taken[0])
 
     def done(self, result: Any) -> None:
-        """Set the result of the item that this process took last.
+        """Store the result of the item that this process took last, for all processes to read.
 
         Args:
             result: A picklable object. Its tensors are moved to the CPU.
@@ -132,7 +132,7 @@ class WorkQueue:
                 self._delete(self._result_key(index, self._rank, number))
 
     def map(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with each item that this process takes, and return the results of all processes.
+        """Apply a function to all items, distributed over the processes. Return the results of all items.
 
         Args:
             function: Called with one item.
@@ -145,7 +145,7 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results of all items in the order of the inputs, on every process that calls this.
+        """Return the results of all items in input order. Any process that has iterated to the end may call it.
 
         Returns:
             A list with the objects passed to `done`, or None for an item without a call of `done`.
@@ -168,7 +168,7 @@ class WorkQueue:
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """Take an item. Returns its index and the number of earlier attempts, or None if all items have results.
+        """Take the next item. Return its index and number of earlier attempts, or None once all items are done.
 
         Items whose process has died are taken again. The call waits as long as other processes may still die.
         """
@@ -186,6 +186,7 @@ class WorkQueue:
                 rank, attempt = map(int, holder.split("/")) if holder else (-1, -1)
                 if rank >= 0 and not self._is_gone(rank):
                     continue
+                # An item that kills every process, such as by running out of memory, must not end the whole run.
                 if attempt + 1 >= _MOST_ATTEMPTS:
                     self._exchange(f"done/{index}", "", _GIVEN_UP)
                 elif self._claim(index, holder, attempt + 1):
@@ -252,8 +253,10 @@ class WorkQueue:
             return True  # this process no longer works on its own earlier claim
         sign = self._get(f"life/{rank}").encode()
         place, pid, started, _ = sign.decode().rsplit("/", 3)
+        # A reused PID has another start time, so it does not pass for the dead process.
         if place and place == _machine_id() and _start_ticks(int(pid)) != started:
             return True
+        # Clocks of machines differ, so only the time without a new sign counts.
         known, since = self._seen.get(rank, (b"", 0.0))
         if known != sign:
             self._seen[rank] = sign, time.monotonic()
@@ -327,7 +330,7 @@ def _item(inputs: Any, index: int) -> Any:
 
 
 def _machine_id() -> str:
-    """Return an ID that processes share if they see each other's process IDs, or an empty string if unknown."""
+    """Return an ID of this machine and PID namespace, or an empty string if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -338,7 +341,9 @@ def _machine_id() -> str:
 def _start_ticks(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The command name before the last parenthesis may itself contain spaces and parentheses.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return ""
+    # A zombie counts as gone. The 20th of these fields is the start time.
     return "" if fields[0] in "ZX" else fields[19]

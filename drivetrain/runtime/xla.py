@@ -32,7 +32,7 @@ def why_absent() -> str:
 
 
 def import_torch_xla() -> Any:
-    """Import `torch_xla`, after checking that it was built for the installed torch."""
+    """Import and return `torch_xla`, after checking that it was built for the installed torch version."""
     try:
         found = metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,8 @@ def import_torch_xla() -> Any:
 
 
 def check_pair(torch_version: str, xla_version: str) -> None:
-    """Raise if torch_xla was built for another torch, because importing it would fail with missing symbols."""
+    """Raise an error if torch_xla was built for another version of torch than the installed one."""
+    # A mismatch would otherwise surface as an undefined symbol while torch_xla is imported.
     ours, theirs = _minor(torch_version), _minor(xla_version)
     if ours != theirs:
         raise ConfigurationError(
@@ -55,13 +56,13 @@ def check_pair(torch_version: str, xla_version: str) -> None:
 
 
 def is_started() -> bool:
-    """Return True if this process's XLA runtime has started; import nothing."""
+    """Return True if this process has already started its XLA runtime. `torch_xla` is not imported."""
     package = sys.modules.get("torch_xla")
     return package is not None and bool(package._XLAC._xla_runtime_is_initialized())
 
 
 def start(spmd: bool) -> None:
-    """Start this process's XLA runtime on one device or, with `spmd`, on all devices as one.
+    """Start the XLA runtime of this process on one device, or on all devices (SPMD) if `spmd` is True.
 
     Raises ConfigurationError if it already runs the other way.
     """
@@ -79,6 +80,7 @@ def start(spmd: bool) -> None:
         # This call starts the client, which must precede the first backward: torch's autograd then creates a thread
         # per device that exists, and none for XLA devices that are added later (torch 2.9).
         runtime.global_runtime_device_count()
+    # Run one backward now, so that a missing autograd thread fails here with a clear message.
     probe = torch.zeros(1, device=device(), requires_grad=True)
     try:
         probe.sum().backward()  # type: ignore[no-untyped-call]
@@ -102,8 +104,9 @@ def runs_on_cpu() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of XLA devices on this machine, without starting the runtime."""
+    """Return the number of XLA devices on this machine without starting the XLA runtime."""
     if runs_on_cpu() or not tpu_files():
+        # On the CPU, PJRT creates as many devices as this variable says.
         given = os.environ.get("CPU_NUM_DEVICES", "1") if runs_on_cpu() else "1"
         return int(given) if given.isdigit() else 1
     import_torch_xla()
@@ -111,7 +114,7 @@ def device_count() -> int:
 
 
 def has_process_per_device() -> bool:
-    """Return True if each process can drive one device alone.
+    """Return True if this machine's XLA devices can be driven by one process each.
 
     This is False on the CPU and on TPU v2 and v3, where a process drives both cores of a chip.
     """
@@ -123,7 +126,7 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Compile and run the XLA operations recorded since the last call, and wait for them if `wait` is set."""
+    """Compile and run all pending XLA operations. Wait for their completion if `wait` is True."""
     import_torch_xla().sync(wait=wait)
 
 
@@ -132,13 +135,13 @@ def seed(value: int) -> None:
 
 
 def rng_state() -> torch.Tensor:
-    """Return the state of the XLA runtime's random generator as eight bytes."""
+    """Return the state of the XLA random generator as a tensor of eight bytes."""
     state = int(_xla_model().get_rng_state()) % 2**64
     return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
 
 def seed_of(state: torch.Tensor) -> int:
-    """Convert the eight bytes of an XLA generator's state into the seed that restores it."""
+    """Return the seed that restores an XLA random generator to a state of eight bytes."""
     return int.from_bytes(bytes(state.tolist()), "little")
 
 
@@ -163,7 +166,7 @@ def serve_profiles(port: int) -> Any:
 
 
 def trace(name: str, is_step: bool = False) -> AbstractContextManager[Any]:
-    """Return a context manager that gives its body a name in captured XLA profiles."""
+    """Return a context manager that labels its body in XLA profiles, as a training step if `is_step` is True."""
     profiler = importlib.import_module("torch_xla.debug.profiler")
     context: AbstractContextManager[Any] = (profiler.StepTrace if is_step else profiler.Trace)(name)
     return context
@@ -175,6 +178,6 @@ def _minor(version: str) -> str:
 
 
 def tpu_files() -> list[str]:
-    """Return the device files of TPUs, or an empty list if there is no TPU or its driver library is missing."""
+    """Return the paths of the TPU device files, or an empty list if no TPU is usable (libtpu not installed)."""
     files = glob("/dev/accel*") or glob("/dev/vfio/[0-9]*")
     return files if files and util.find_spec("libtpu") is not None else []

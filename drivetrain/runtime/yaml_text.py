@@ -9,7 +9,7 @@ MOST_VALUES = 100_000
 
 
 def load_yaml(text: str) -> Any:
-    """Load a YAML document of plain values, and refuse one whose anchors expand to too many values.
+    """Load a YAML document of plain values. Raise an error if its aliases expand to too many values.
 
     PyYAML shares the objects behind aliases. A file of 1 KB may therefore load quickly but expand to 10^9 values or
     contain itself, which hangs code that traverses it.
@@ -18,7 +18,7 @@ def load_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise an error if a YAML document expands to too many values or is nested too deeply."""
+    """Raise an error if a YAML document is nested too deeply or its aliases expand to too many values."""
     _read(text, lambda loader, node: None)
 
 
@@ -42,7 +42,6 @@ def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
 
 
 def _count_values(node: Any, known: dict[int, int]) -> int:
-    """Count the values in a YAML node, with every alias expanded."""
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = MOST_VALUES + 1  # the result for a node that contains itself

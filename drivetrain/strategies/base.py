@@ -27,16 +27,17 @@ from drivetrain.strategies.step_module import StepModule
 if TYPE_CHECKING:
     from drivetrain.strategies.parallel.mesh import MeshPlace
 
-# Moving a model onto a device while its parameters stay the same objects
+# Moving a model to a device without replacing its parameters
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device, keeping the identity of its parameters so that existing optimizers stay valid."""
+    """Move a model to a device and return it. Its parameters stay the same objects, so optimizers remain valid."""
     return move_in_place(model, device) if replaces_parameters(device) else model.to(device)
 
 
 def replaces_parameters(device: torch.device) -> bool:
     """Return True if `Module.to` creates new parameters for this device, as on XLA and PrivateUse1 backends."""
+    # An empty parameter shows what the backend does.
     probe = nn.ParameterList([nn.Parameter(torch.empty(0))])
     before = probe[0]
     return probe.to(device)[0] is not before
@@ -48,7 +49,7 @@ def move_in_place(
     placed: Callable[[str, nn.Parameter], None] | None = None,
     moves: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> nn.Module:
-    """Move a model's parameters and buffers to a device without creating new parameter objects.
+    """Move a model's parameters and buffers to a device, keeping the parameter objects, and return the model.
 
     On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
     earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
@@ -64,6 +65,7 @@ def move_in_place(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and moves(buffer) and not _is_on(buffer, device):
+                # A buffer that is registered in several modules stays one tensor.
                 if id(buffer) not in moved:
                     moved[id(buffer)] = buffer.to(device)
                 module._buffers[name] = moved[id(buffer)]
@@ -71,22 +73,27 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Adapt optimizer state to a moved model. Raises if an optimizer holds a parameter that moving has replaced."""
+    """Move optimizer state to the device of a moved model. Raise if an optimizer holds a replaced parameter.
+
+    `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
+    that its optimizer would not train the model.
+    """
     now = {id(parameter) for parameter in model.parameters()}
     gone = {id(parameter): name for name, parameter in before.items() if id(parameter) not in now}
     for optimizer in optimizers if gone else ():
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if id(parameter) in gone:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds {gone[id(parameter)]} as it was before the model was placed: "
-                    "placing has made a new parameter, which would not be trained. Bring the model to its device and "
-                    "dtype before you make the optimizer.",
+                    f"{type(optimizer).__name__} holds the old parameter {gone[id(parameter)]}, which was replaced "
+                    "when the model was moved or converted, so it would not be trained. Move the model to its device "
+                    "and dtype before you create the optimizer.",
                 )
     for optimizer in optimizers:
         lay_out_state(optimizer)
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    # A device without an index stands for any device of its type.
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
@@ -99,16 +106,15 @@ def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
         torch.utils.swap_tensors(parameter, target)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ConfigurationError(
-            f"Parameter {name!r} cannot be moved to {device} since something else refers to it: a graph of a forward "
-            "that is still alive, or a weak reference. Prepare the model, or call fit, before anything computes "
-            "with it.",
+            f"Parameter {name!r} cannot be moved to {device}, because the autograd graph of an earlier forward pass "
+            "or a weak reference still refers to it. Prepare the model, or call fit, before the model is used.",
         ) from error
     parameter.__dict__.update(attributes)
     if gradient is not None:
         parameter.grad = gradient.to(device)
 
 
-# `Topology`: this process's place among those of a run, and which processes count
+# `Topology`: the role of this process in the run
 
 
 Value = TypeVar("Value")
@@ -116,7 +122,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """Position of this process in the run: its data shard, and the ranks whose data and metrics are counted.
+    """Role of this process in the run: its rank and device, the data it loads, and if its metrics are counted.
 
     Attributes:
         environment: Rank, local rank and world size of this process.
@@ -142,14 +148,14 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Return the topology of data parallelism: each process holds the whole model and loads its own data shard."""
+        """Return the topology of a run in which each process holds the whole model and loads its own data shard."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Return the topology of a process in a device mesh, where processes share batches, sequences or layers."""
+        """Return the topology of a process in a device mesh, for tensor, context or pipeline parallelism."""
         return cls(
             state.environment,
             state.kind,
@@ -157,6 +163,7 @@ class Topology:
             place.data_shard,
             place.data_ranks,
             place.value_ranks,
+            # Context-parallel processes compute gradients from parts of the same sequences, and average them, too.
             averaging_processes=place.data_shard.count * place.sizes.cp,
             stage_group=stage_group,
             loss_rank=None if stage_group is None else place.loss_rank,
@@ -169,24 +176,25 @@ class Topology:
 
     @property
     def computes_loss(self) -> bool:
-        """True if this process computes the loss, False if it only runs an earlier pipeline stage."""
+        """True if this process computes the loss, False if it runs an earlier pipeline stage of the model."""
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """True if this process's samples are counted, False if they duplicate the samples of another rank."""
+        """True if totals include this process's samples, False if another rank processes the same samples."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if this process's logged values are counted, False if they duplicate the values of another rank."""
+        """True if metrics include this process's logged values, False if they repeat another rank's values."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """Pair of this process's index among the ranks whose logged values count, and the number of these ranks.
+        """Tuple of this process's index among the ranks whose logged values count, and the number of such ranks.
 
-        A process whose values do not count has the index of its data shard.
+        Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
+        the index of its data shard.
         """
         if self.value_ranks is None:
             return self.rank, self.environment.world_size
@@ -194,15 +202,16 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Return the entries of a per-rank list that count, in data order.
+        """Return the entries of a list with one entry per rank, without ranks that repeat another rank's data.
 
-        `rows` selects the ranks whose samples count. The default selects the ranks whose logged values count.
+        The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
+        logged values count.
         """
         ranks = self.data_ranks if rows else self.value_ranks
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks whose values count. A collective call that returns the sum on every rank."""
+        """Return the sum of a tensor over all ranks but those that repeat another rank's values. A collective call."""
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
@@ -211,16 +220,17 @@ class Topology:
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
+        # Unpickling restores a tensor on its sender's device, which the receiving stages may not see.
         boxed = [send_to_device(result, torch.device("cpu")) if self.computes_loss else None]
         dist.broadcast_object_list(boxed, src=self.loss_rank, group=self.stage_group, device=self.device)
         return result if self.computes_loss else boxed[0]
 
 
 def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """Raise if a class overrides a method that an earlier version called and this version does not."""
+    # A user's override of a method that is no longer called would silently have no effect.
     for old in names.keys() & vars(cls).keys():
         raise ConfigurationError(
-            f"{cls.__name__} overrides {old}, which strategies do not have any more. Override {names[old]} instead.",
+            f"{cls.__name__} overrides {old}, which strategies no longer call. Override {names[old]} instead.",
         )
 
 
@@ -245,7 +255,7 @@ _OLD_STRATEGY = {
     "capability": "the members that docs/strategies.md lists, such as SplitsSequences.split_sequences",
     "place": "prepare, whose optimizers are None for a model that is only evaluated",
     "allows_inference_mode": 'held_as = "parts" in ModelState',
-    "teardown": "setup, and give state.before_leaving what releases the process group",
+    "teardown": "setup, and pass a function that releases the process group to state.before_leaving,",
 }
 
 
@@ -253,9 +263,10 @@ _OLD_STRATEGY = {
 
 
 class Gradients:
-    """Operations on gradients that are plain tensors in `.grad`, complete after each backward pass.
+    """Operations on a model's gradients, such as clipping, for strategies that store them as tensors in `.grad`.
 
-    A strategy that reduces, shards or stores gradients differently uses a subclass.
+    Gradients are complete after each backward pass. A strategy that reduces, shards or stores gradients differently
+    uses a subclass.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -273,14 +284,14 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if accumulated gradients of a model are stored outside `.grad`."""
+        """Return True if a model has accumulated gradients that are stored elsewhere than in `.grad`."""
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Drop a model's accumulated gradients that are stored outside `.grad`, without an optimizer step."""
+        """Drop the gradients that a model accumulates outside `.grad`, which `zero_grad` does not clear."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Complete pending gradient reductions before gradients are unscaled, clipped or used in an optimizer step.
+        """Complete pending gradient reductions. Called before gradients are unscaled, clipped or used in a step.
 
         Must be called on all processes.
 
@@ -295,7 +306,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply the parameters' gradients by a factor, or clamp each element to `[-bound, bound]`.
+        """Multiply the parameters' gradients by a factor in place, or clamp each element to `[-bound, bound]`.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -323,12 +334,13 @@ class Gradients:
 def scale_tensors(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
 ) -> None:
-    """Multiply tensors by a factor in place. If `bound` is given, clamp each element to `[-bound, bound]` instead."""
+    """Multiply tensors by a factor in place, or clamp their elements to `[-bound, bound]` if `bound` is given."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, group in by_device.items():
         if bound is not None:
+            # The `_foreach` functions take tensors of one device only.
             torch._foreach_clamp_min_(group, -bound)
             torch._foreach_clamp_max_(group, bound)
         elif isinstance(factor, Tensor):
@@ -344,6 +356,7 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """
     if not (parameters and PartialState().use_distributed):
         return
+    # All processes must reduce the same parameters, so they first agree which of them have a gradient.
     here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
     for parameter, holders in zip(parameters, reduce(here, "sum").tolist(), strict=True):
         if holders:
@@ -359,16 +372,20 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise a `ConfigurationError` because a backward pass cannot be limited to one optimizer's parameters."""
+    """Raise a `ConfigurationError` for a `training_step` that returned one loss for each optimizer.
+
+    `reason` is a sentence that says why the strategy cannot limit a backward pass to one optimizer's parameters.
+    """
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
     )
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return a zero loss that depends on every trainable parameter, so that a backward pass gives zero gradients."""
+    """Return a loss of zero whose backward pass gives every trainable parameter a gradient of zero."""
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
+    # A product of 0 and an infinite or NaN parameter would be NaN.
     return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
 
 
@@ -380,7 +397,7 @@ IMPLEMENTATION = ("fused", "foreach")
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict with parameter names in place of indices.
+    """Return an optimizer's state dict, with the model's parameter names in place of parameter indices.
 
     The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
     """
@@ -389,8 +406,8 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     for parameter in (*held, *optimizer.state):
         if id(parameter) not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                "model's, so its state cannot be saved under a name. Make it a parameter of the model."
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that does not belong "
+                "to the model, so its state cannot be saved by name. Register it as a parameter of the model."
             )
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
     state = {names[id(parameter)]: dict(value) for parameter, value in optimizer.state.items()}
@@ -398,7 +415,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load the result of `named_optimizer_state` into an optimizer, matching parameters by name."""
+    """Load an optimizer state dict that refers to parameters by name, as `named_optimizer_state` returns it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
@@ -409,6 +426,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
         for name, index in zip(group_names, group["params"], strict=True)
     }
     groups = [
+        # This run chooses the implementation, such as fused or foreach, not the checkpoint.
         {**saved_group, **{name: group[name] for name in ("params", *IMPLEMENTATION) if name in group}}
         for saved_group, group in zip(saved["param_groups"], current["param_groups"], strict=True)
     ]
@@ -418,7 +436,10 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a copy of a saved optimizer state with uninitialized tensors, sharded like the parameters."""
+    """Return uninitialized tensors in the structure of a saved optimizer state, for reading a checkpoint into.
+
+    A tensor with the shape of a sharded parameter is sharded like the parameter. Values other than tensors are copied.
+    """
     held = {
         name: {key: _empty_like(value, parameters.get(name)) for key, value in values.items()}
         for name, values in saved["state"].items()
@@ -436,10 +457,11 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Convert a loaded optimizer state to the device, strides and float64 dtype of the parameters.
+    """Convert an optimizer's state tensors to the device and memory layout of their parameters.
 
-    Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset.
-    For a transposed or channels_last parameter, contiguous state would therefore update the wrong elements.
+    Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset. For a
+    transposed or channels_last parameter, contiguous state would therefore update the wrong elements. State of float64
+    parameters is converted to float64.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -448,7 +470,7 @@ def lay_out_state(optimizer: Optimizer) -> None:
             if value.device != parameter.device:
                 value = state[key] = value.to(parameter.device)
             if parameter.dtype == torch.float64 and value.dtype == torch.float32 and value.shape == parameter.shape:
-                # Adagrad makes its state in its constructor, before precision 64 has converted the model.
+                # Adagrad creates its state in its constructor, before precision 64 converts the model.
                 value = state[key] = value.to(torch.float64)
             if value.shape == parameter.shape and _differ_in_strides(value, parameter):
                 # If the parameter is not dense, empty_like makes a dense tensor, as optimizers do for their state.
@@ -458,7 +480,7 @@ def lay_out_state(optimizer: Optimizer) -> None:
 
 
 def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
-    """Return True if two plain tensors or two shards have different strides, False for other tensor types."""
+    # Other tensor types, such as sparse or quantized tensors, have no strides that could be matched.
     parts = [local_part(one.detach()), local_part(other.detach())]
     is_plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts)
     is_alike = hasattr(one, "to_local") == hasattr(other, "to_local")
@@ -466,20 +488,23 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise a `CheckpointError` if parameter groups contain other parameter names than the saved groups."""
+    """Raise a `CheckpointError` unless an optimizer's parameter groups hold the same names as the saved groups."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
     own, other = {name for group in here for name in group}, {name for group in there for name in group}
     raise CheckpointError(
-        f"{owner} has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} saved; not "
-        f"in the checkpoint: {sorted(own - other)[:8]}; only in the checkpoint: {sorted(other - own)[:8]}. Build the "
-        "optimizer as in the run that wrote it."
+        f"{owner} has parameter groups that do not match the checkpoint: {len(here)} group(s) here, {len(there)} "
+        f"saved; not in the checkpoint: {sorted(own - other)[:8]}; only in the checkpoint: {sorted(other - own)[:8]}. "
+        "Create the optimizer as in the run that saved the checkpoint."
     )
 
 
 def class_chosen(item: Any) -> str | None:
-    """Return the class name of the user's optimizer or scheduler, or None if DeepSpeed or drivetrain created it."""
+    """Return the class name of an optimizer or scheduler that the user chose, or None for an internal one.
+
+    DeepSpeed's wrappers are removed first. Optimizers and schedulers of DeepSpeed and drivetrain are internal.
+    """
     while (package := type(item).__module__.partition(".")[0]) == "deepspeed" and hasattr(item, "optimizer"):
         item = item.optimizer
     return None if package in ("deepspeed", "drivetrain") else type(item).__name__
@@ -493,7 +518,9 @@ HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """Saving and loading of model and optimizer state, if each process holds the whole model.
+    """Reading and loading of the state of a model and its optimizers, if each process holds the whole model.
+
+    A strategy that shards the model uses a subclass.
 
     Attributes:
         held_as: `"whole"` if each process holds the whole model. `"shards"` if parameters are DTensors that
@@ -511,7 +538,7 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return the model's parameters and buffers by the names of the unwrapped model. A collective call.
+        """Return a prepared model's state dict under the names of the unwrapped model. A collective call.
 
         Args:
             model: The model that `prepare` returned.
@@ -523,7 +550,7 @@ class ModelState:
             A dict from name to tensor. Without `full`, it may contain a module's extra state.
         """
         state = self.strategy.unwrap(model).state_dict() if not full or self._returns(everywhere) else {}
-        # A module's extra state may be anything.
+        # A module's extra state may be any object.
         tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
         return {name: value.detach().cpu() for name, value in tensors} if full else state
 
@@ -531,7 +558,7 @@ class ModelState:
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state by parameter name, together with its parameter groups.
+        """Return an optimizer's state and parameter groups, with parameter names in place of indices.
 
         Args:
             model: The model that `prepare` returned.
@@ -540,7 +567,7 @@ class ModelState:
         return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a model state dict that `model()` returned under any strategy.
+        """Load a model's state dict, which may have been saved under any strategy.
 
         Args:
             model: The model that `prepare` returned.
@@ -553,7 +580,7 @@ class ModelState:
         return self.strategy.unwrap(model).load_state_dict(state, strict=strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load an optimizer state that `optimizer()` returned under any strategy.
+        """Load an optimizer's state by parameter name, which may have been saved under any strategy.
 
         Args:
             model: The model that `prepare` returned.
@@ -563,7 +590,7 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the model's parameters, or this process's shards of them, as a dict by name for writing in place.
+        """Return a model's parameters, or this process's shards of them, by name. Writing to them changes the model.
 
         Parameters gathered for a forward pass are freed first, so that the next forward pass uses the written values.
         Call it again after `requires_grad` has changed on any parameter.
@@ -571,17 +598,18 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return a parameter's element count over all shards, and True if any process trains the parameter."""
+        """Return a parameter's number of elements over all shards, and whether any process trains the parameter."""
         return parameter.numel(), parameter.requires_grad
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class before `fully_shard` replaced it with a subclass."""
+    """Return a module's class as the user wrote it, for which FSDP's `fully_shard` substitutes a subclass."""
+    # `fully_shard` puts its own subclasses in front of the module's class.
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """Replace the buffers in a model's state dict with those of rank 0, and return the dict. A collective call.
+    """Replace the buffers in a model's state dict with rank 0's values and return the dict. A collective call.
 
     Buffers such as running means differ between processes until DDP's next forward pass broadcasts them. A checkpoint
     would otherwise mix the buffers of several ranks.
@@ -599,7 +627,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """A user's setting together with the argument that set it, for error messages.
+    """A setting's value together with the name of the argument that set it, for use in error messages.
 
     Attributes:
         argument: The argument, such as `"Trainer(gradient_clip_val)"`.
@@ -612,7 +640,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run that a strategy may reject, or that its own configuration may also set.
+    """Settings of a run that a strategy checks, since it may not support them or may set them itself.
 
     Attributes:
         precision: The numeric precision.
@@ -629,12 +657,12 @@ class RunOptions:
 
 
 class SplitsSequences:
-    """Mixin for strategies that split each sequence over several processes."""
+    """Mixin for strategies that split each sequence over several processes, known as context parallelism."""
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are replaced in place by this process's part of each sequence.
+        """Return a context in which each tensor holds only this process's part of its sequences.
 
         Args:
             buffers: Tensors that contain whole sequences.
@@ -645,10 +673,10 @@ class SplitsSequences:
 
 
 class JoinsUnevenInputs:
-    """Mixin for strategies whose processes may have different numbers of batches."""
+    """Mixin for strategies in which some processes may run out of batches before others."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which processes may have different numbers of batches.
+        """Return a context in which some processes may run out of batches before others without a deadlock.
 
         Args:
             models: The models that `prepare` returned.
@@ -657,7 +685,7 @@ class JoinsUnevenInputs:
 
 
 class PlacesBatches:
-    """Mixin for strategies with their own transfer of batches to devices.
+    """Mixin for strategies that move batches to devices in their own way, for example sharded over devices.
 
     Attributes:
         batch_placement: The object that transfers batches.
@@ -667,7 +695,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Transfer of batches to devices that compile one graph for each input shape.
+    """Base class for moving batches to devices that compile one graph for each input shape, such as TPUs.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -676,11 +704,14 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the function that a data loader calls with each batch. `place` is the default device transfer."""
+        """Return a function that moves a batch to the devices. It may use `place`, the default function.
+
+        The data loader calls the function with each batch, and yields the result.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Finish processing the last batch, at the end of an iteration over a data loader."""
+        """Complete the work for the last batch of an iteration over a data loader, since no next batch triggers it."""
         raise NotImplementedError
 
 
@@ -692,10 +723,10 @@ _OF_FEW: dict[str, type] = {
 
 
 class Strategy(ABC):
-    """Base class for strategies: one model on one device, without communication between processes.
+    """Base class for strategies, which place a model on processes and devices and run its optimizer steps.
 
-    A subclass overrides the steps that differ, such as `prepare`, `view` or `optimizer_step`. Register it under a name
-    with `register_strategy`.
+    The base class runs one model on one device, without communication between processes. A subclass overrides the steps
+    that differ, such as `prepare`, `view` or `optimizer_step`. Register it under a name with `register_strategy`.
 
     Attributes:
         name: The name that users pass as `strategy=`.
@@ -721,14 +752,14 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        of_few = {name: f"it in a subclass of {kind.__name__}, too" for name, kind in _OF_FEW.items()}
+        of_few = {name: f"it in a class that also inherits from {kind.__name__}" for name, kind in _OF_FEW.items()}
         others = {name: new for name, new in of_few.items() if not issubclass(cls, _OF_FEW[name])}
         _refuse_old_names(cls, {**_OLD_STRATEGY, **others})
-        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
+        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class is not changed
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Set up the strategy on this process: create `topology`, `gradients` and `state`.
+        """Set up the strategy for this process's rank and device: create `topology`, `gradients` and `state`.
 
         Pass a function to `state.before_leaving` to release objects that hold the process group alive.
 
@@ -743,7 +774,9 @@ class Strategy(ABC):
         self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
-        """Raise if the strategy does not support the run's settings. Called after `setup`, before a model is prepared.
+        """Check the settings of a run, and raise if the strategy does not support one of them.
+
+        Called after `setup` and before a model is prepared.
 
         Args:
             options: The settings of the run.
@@ -761,7 +794,7 @@ class Strategy(ABC):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Move a model to the device, convert it to the precision's dtype, and wrap it if the strategy needs a wrapper.
+        """Move a model to the device, convert it to the precision's dtype, and wrap it if the strategy needs to.
 
         Args:
             model: The user's model.
@@ -788,13 +821,16 @@ class Strategy(ABC):
         while True:
             if isinstance(model, StepModule):
                 model = model.task
+            # `torch.compile` keeps the original module under this name.
             elif hasattr(model, "_orig_mod"):
                 model = model._orig_mod  # type: ignore[assignment]
             else:
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage of the run. Called on all processes when the stage begins.
+        """Return the module to call in a stage of the run, such as one without gradient reduction for evaluation.
+
+        Called on all processes when the stage begins.
 
         Args:
             model: The model that `prepare` returned.
@@ -808,7 +844,7 @@ class Strategy(ABC):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over the micro-batches of one optimizer step.
+        """Call `step_fn`, which runs forward and backward, on each micro-batch of an optimizer step.
 
         Gradients are reduced across processes in the last micro-batch only.
 
@@ -822,13 +858,14 @@ class Strategy(ABC):
         """
         if len(microbatches) == 1:
             return [step_fn(microbatches[0])]
+        # Gradients add up locally, so that one reduction in the last micro-batch is enough.
         with self.gradients.no_sync(model):
             outputs = [step_fn(microbatch) for microbatch in microbatches[:-1]]
         outputs.append(step_fn(microbatches[-1]))
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss.
+        """Compute the gradients of a loss. A subclass may use another function than `Tensor.backward`.
 
         Args:
             loss: The loss, already multiplied by the loss scale.
@@ -839,7 +876,7 @@ class Strategy(ABC):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer.
+        """Step an optimizer. Return False if the precision skipped the step because gradients overflowed.
 
         Args:
             optimizer: The optimizer.
@@ -859,7 +896,7 @@ class Strategy(ABC):
 
 
 class OptimizerProxy(Optimizer):
-    """Base class for optimizer wrappers that share `param_groups`, `state` and `defaults` with `self.optimizer`.
+    """Base class for optimizer wrappers, which use the parameter groups and state of the wrapped optimizer.
 
     A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
@@ -868,7 +905,6 @@ class OptimizerProxy(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -877,7 +913,6 @@ class OptimizerProxy(Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -886,7 +921,6 @@ class OptimizerProxy(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -907,10 +941,13 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies with configuration files, one of which is selected for the next `prepare`."""
+    """Base class for strategies with several named configurations, such as one DeepSpeed file for each model.
+
+    The selected configuration applies to the models that are prepared next.
+    """
 
     def add_configuration(self, name: str, other: Strategy) -> None:
-        """Add a named configuration to the strategy.
+        """Add a named configuration, which `select_configuration` can select by name.
 
         Args:
             name: The name for `select_configuration`.
@@ -922,11 +959,11 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def select_configuration(self, name: str) -> None:
-        """Select the configuration for models prepared from now on. Models prepared earlier keep theirs."""
+        """Select a configuration by name for the models prepared next. Models prepared before keep their own."""
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision that the configuration sets, or the given precision if the configuration sets none.
+        """Return the precision that the selected configuration sets, or the given precision if it sets none.
 
         Args:
             given: A precision or its name, or None.
@@ -934,12 +971,12 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return a precision's name as the `mixed_precision` argument spells it."""
+        """Return the value of the `mixed_precision` argument that stands for a precision, such as `"bf16"`."""
         raise NotImplementedError
 
 
 class StartsProcesses:
-    """Strategy that starts new processes for each call of a Trainer method such as `fit`.
+    """Mixin for strategies that start new processes for each call of a Trainer method such as `fit`.
 
     Attributes:
         within: Factory of the strategy that the started processes use.
@@ -957,18 +994,21 @@ class StartsProcesses:
 
 
 class ReducingWrapper(nn.Module):
-    """Base class for model wrappers whose forward pass prepares gradient reduction for the next backward, like DDP."""
+    """Base class for model wrappers that reduce gradients across processes during backward, like torch's DDP.
+
+    The wrapper's forward pass prepares the reduction for the next backward pass.
+    """
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Prepare gradient reduction for a loss that was not computed by the wrapper's forward pass."""
+        """Prepare gradient reduction for a loss that was computed without the wrapper's forward pass."""
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a loss with zero gradients, for a skipped batch whose gradients other processes wait for."""
+        """Return a zero loss for a process that skips a batch, so that all processes still reduce gradients."""
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise if this process's last backward pass left out gradients that other processes wait for.
+        """Raise if the last backward pass left out gradients that other processes wait for, which would hang them.
 
         No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """
@@ -976,7 +1016,7 @@ class ReducingWrapper(nn.Module):
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return `torch.inference_mode()` or `torch.no_grad()` for an evaluation.
+    """Return `torch.inference_mode()` for an evaluation if requested and supported, else `torch.no_grad()`.
 
     Strategies that assemble the model from parts need `no_grad`. Inference tensors cannot be gathered or passed
     between pipeline stages.
@@ -985,26 +1025,29 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may have different numbers of batches, or None if none is needed."""
+    """Return a context in which processes may run out of batches at different times, or None if not needed.
+
+    Raises a `ConfigurationError` if every forward pass of the strategy is collective.
+    """
     if isinstance(strategy, JoinsUnevenInputs):
         return strategy.join(models)
     if strategy.needs_even_batches and strategy.topology.environment.is_distributed:
         raise ConfigurationError(
-            f"join_uneven_inputs does not work with {strategy!r}: every forward exchanges tensors with all processes, "
-            "so all need as many batches. Keep even_batches=True, the default, and drop this context.",
+            f"join_uneven_inputs is not supported with {strategy!r}: each forward pass communicates with all "
+            "processes, so all need the same number of batches. Keep even_batches=True, the default.",
         )
     return None
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a loss with zero gradients, for a skipped batch of a task whose gradients other processes wait for.
+    """Return a zero loss for a task that skips a batch, so that all processes still reduce gradients.
 
     Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """
     if strategy.needs_even_batches:
         raise ConfigurationError(
-            f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r} "
-            "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
-            "such as loss * 0, or leave the sample out of the dataset.",
+            f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r}, "
+            "every process must run the same number of forward and backward passes. Return a loss of zero instead, "
+            "such as loss * 0, or remove the sample from the dataset.",
         )
     return model.zero_loss() if isinstance(model, ReducingWrapper) else zero_loss_of(task.parameters())

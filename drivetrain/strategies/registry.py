@@ -19,7 +19,7 @@ from drivetrain.strategies.ddp import DDP
 
 
 class Single(Strategy):
-    """Strategy for one process on one device."""
+    """Strategy for one process on one device, without communication."""
 
     name = "single"
     repeats_steps = True
@@ -28,9 +28,9 @@ class Single(Strategy):
         environment = state.environment
         if environment.world_size > 1:
             raise ConfigurationError(
-                f"strategy={self.name!r} runs one process, but this is rank {environment.rank} of "
-                f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
-                "or start one process.",
+                f"strategy={self.name!r} supports only one process, but this is rank {environment.rank} of "
+                f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', or start one "
+                "process.",
             )
         super().setup(state)
 
@@ -39,7 +39,7 @@ class Single(Strategy):
 
 
 class Spawned(Single, StartsProcesses):
-    """Placeholder in the main process for a strategy whose processes a Trainer starts for each call such as `fit`.
+    """Strategy of the main process if a Trainer starts new processes for each call such as `fit`.
 
     The main process computes nothing. It receives the weights of the first process when the call has ended.
     """
@@ -52,9 +52,9 @@ class Spawned(Single, StartsProcesses):
     def setup(self, state: PartialState) -> None:
         if not self.num_processes:
             raise ConfigurationError(
-                f"strategy={self.name!r} runs each verb of a Trainer in processes of its own, and an Accelerator has "
-                "no verbs. Start processes for a function of yours with drivetrain.notebook_launcher, or for the "
-                "script with drivetrain launch, and use strategy='ddp' there.",
+                f"strategy={self.name!r} starts new processes for each Trainer method such as fit, so an Accelerator "
+                "cannot use it. Start the processes with drivetrain.notebook_launcher (a function) or drivetrain "
+                "launch (a script), and use strategy='ddp'.",
             )
         super().setup(state)
 
@@ -63,10 +63,10 @@ class Spawned(Single, StartsProcesses):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if the strategy of the started processes can repeat a training step."""
         return self.within().repeats_steps
 
 
+# Name -> function without arguments that creates the strategy.
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
 # Names of strategies that start processes for each Trainer method, with the start method.
@@ -88,7 +88,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
         ConfigurationError: The name is registered and `replace` is False.
     """
     if (name == "auto" or name in _STRATEGIES) and not replace:
-        raise ConfigurationError(f"A strategy named {name!r} is registered already; pass replace=True to replace it.")
+        raise ConfigurationError(f"A strategy named {name!r} is already registered. Pass replace=True to replace it.")
     _STRATEGIES[name] = factory
 
 
@@ -117,11 +117,11 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Import and return the class of a strategy that is loaded on first use."""
+    """Return the class of a built-in strategy by name. Its module is imported on first use."""
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
-            f"strategy={name!r}: {module} is not a part of this installation. Install drivetrain again."
+            f"strategy={name!r}: {module} is missing from this installation. Reinstall drivetrain."
         )
     return getattr(import_module(module), attribute)
 
@@ -168,30 +168,30 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
         return spec
     if isinstance(spec, type):
         raise ConfigurationError(
-            f"strategy must be a name or a Strategy, got the class {spec.__name__}. Make one: {spec.__name__}().",
+            f"strategy must be a name or a Strategy object, got the class {spec.__name__}. Use {spec.__name__}().",
         )
     if not isinstance(spec, str):
         raise ConfigurationError(
-            f"strategy must be a name or a Strategy, got {type(spec).__name__}. "
-            f"Names: {', '.join(available_strategies())}.",
+            f"strategy must be a name or a Strategy object, got {type(spec).__name__}. Names: "
+            f"{', '.join(available_strategies())}.",
         )
     usual = "ddp" if environment.world_size > 1 else "single"
     name = (kind.strategies[0] if kind is not None and kind.strategies else usual) if spec == "auto" else spec
     if name in _NEEDS_SIZES and name not in _STRATEGIES:
         raise ConfigurationError(
-            f"strategy={spec!r} needs to know over how many processes: give strategy=Parallel(tp=2, tp_plan={{...}}), "
-            "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once.",
+            f"strategy={spec!r} needs the number of processes for each dimension. Use strategy=Parallel(tp=2, "
+            "tp_plan={...}), Parallel(cp=2), Parallel(pp=2), or several of these sizes at once.",
         )
     if name not in _STRATEGIES:
         raise ConfigurationError(
             f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."
-            f"{nearest(name, available_strategies())} Another one can be added with drivetrain.register_strategy.",
+            f"{nearest(name, available_strategies())} Add your own with drivetrain.register_strategy.",
         )
     return _STRATEGIES[name]()
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return the placeholder strategy if `spec` starts processes for each Trainer method, else None.
+    """Return the strategy if it starts new processes for each Trainer method such as `fit`, else None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.
@@ -203,7 +203,7 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a DDP strategy with the given options, or the default strategy if there is one process.
+    """Return a `DDP` strategy with the given options, or the default strategy if the run has one process.
 
     Args:
         spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.
@@ -219,7 +219,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
         return spec
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(
-            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Leave one of the two out.",
+            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Remove one of the two.",
         )
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
 
@@ -228,7 +228,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """Return this process's index along a dimension of the strategy's device mesh.
+    """Return this process's index along a named dimension of the strategy's device mesh.
 
     Without a mesh, all processes lie along `dp_replicate`, and the index in other dimensions is 0.
     """

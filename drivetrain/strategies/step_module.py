@@ -14,7 +14,7 @@ ATTACHES_PRESENCE = "attaches_presence"
 
 
 class StepModule(nn.Module):
-    """Module whose `forward` runs a step function of a task, such as `training_step`.
+    """Module that runs a task's step functions, such as `training_step`, in its own `forward`.
 
     Wrappers such as DDP hook into `forward`, so a step that runs through this module takes part in gradient reduction.
     If the first argument is not a function, the task's own `forward` runs.
@@ -38,13 +38,13 @@ class StepModule(nn.Module):
         self.register_parameter("presence", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function given as first argument with the other arguments, or the task's `forward` otherwise."""
+        """Call the function given as first argument with the other arguments, or else the task's `forward`."""
         is_step = args and callable(args[0]) and not isinstance(args[0], nn.Module)
         output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
         if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):
             return output
-        # The wrapper waits for the gradient of every parameter: this one takes part in a user's own loss with zero, and
-        # what is left of a Trainer's step must not count in the norm that the user clips.
+        # DDP waits for the gradient of every parameter. In a user's own loss, `presence` takes part with zero. An old
+        # gradient of a Trainer's step must not enter the norm that the user clips.
         self.presence.grad = None
         return recursively_apply(self._attach_presence, output)
 

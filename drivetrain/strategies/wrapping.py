@@ -14,13 +14,16 @@ from drivetrain.runtime.logging import get_logger
 logger = get_logger(__name__)
 
 _ALLOWED = (
-    "'auto', a class, a class's name or several, a number of parameters, a function of a module, or None for the whole "
-    "model as one"
+    "'auto', a class or its name, a list of classes, a minimum number of parameters, a function that takes a module, "
+    "or None for the whole model as one unit"
 )
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """Return the submodules that `wrap` selects as units for sharding, innermost first."""
+    """Return the submodules that FSDP shards as units, as selected by the user's `wrap` option, innermost first.
+
+    `option` is the name of the user's argument, for error messages.
+    """
     chosen = _chosen(model, wrap, option)
     wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
     return [module for module in _innermost_first(model) if id(module) in wanted and has_forward(module)]
@@ -31,8 +34,9 @@ def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
         return []
     if isinstance(wrap, str) and wrap == "auto":
         return _automatic(model)
+    # Before the test for int, because a bool is an int, too.
     if isinstance(wrap, bool):
-        raise ConfigurationError(f"{option}={wrap!r}: give {_ALLOWED}.")
+        raise ConfigurationError(f"{option}={wrap!r} is not supported. Allowed: {_ALLOWED}.")
     if isinstance(wrap, int):
         return _by_size(model, wrap, option)
     if isinstance(wrap, str | type):
@@ -49,12 +53,12 @@ def _innermost_first(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return True if a module can be called, False for a container such as `ModuleList`."""
+    """Return True if a module can be called. A container such as `ModuleList` cannot."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
 def _automatic(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in `_no_split_modules`, or the repeated blocks if the model names no class."""
+    # Hugging Face models name the classes of their blocks in `_no_split_modules`.
     named = {
         name
         for module in model.modules()
@@ -66,7 +70,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, such as transformer layers.
+    """Return the blocks that a model repeats, such as its transformer layers.
 
     A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
     submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.
@@ -88,7 +92,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _by_function(model: nn.Module, function: Callable[[nn.Module], bool], option: str) -> list[nn.Module]:
     found = [module for module in model.modules() if module is not model and function(module)]
     if not found:
-        raise ConfigurationError(f"The {option} function says True for no module. {classes_of(model)}")
+        raise ConfigurationError(f"The {option} function returned True for no module. {classes_of(model)}")
     return found
 
 
@@ -96,7 +100,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
     found: list[nn.Module] = []
     for wanted in classes:
         if not isinstance(wanted, str | type):
-            raise ConfigurationError(f"{option} takes classes and their names, got {wanted!r}.")
+            raise ConfigurationError(f"{option} takes classes or class names, got {wanted!r}.")
         matching = [
             module
             for module in model.modules()
@@ -111,20 +115,21 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
             )
         found.extend(matching)
     if not found:
-        raise ConfigurationError(f"{option} names no class. Give {_ALLOWED}.")
+        raise ConfigurationError(f"{option} contains no class. Allowed: {_ALLOWED}.")
     return found
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return the modules with at least `least` parameters that are not in a smaller selected module."""
+    """Return modules with at least `least` parameters, not counting parameters of selected modules inside."""
     if least < 1:
-        raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.")
+        raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())
     if total < least:
         raise ConfigurationError(
-            f"{option}={least} asks for units of at least {least} parameters, but the whole model has {total}.",
+            f"{option}={least} needs units of at least {least} parameters, but the whole model has {total}.",
         )
     found: list[nn.Module] = []
+    # Parameters of inner units do not count for the modules around them.
     taken: set[int] = set()
     for module in _innermost_first(model):
         own = {id(parameter): parameter for parameter in module.parameters() if id(parameter) not in taken}
@@ -135,14 +140,14 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
 
 
 def classes_of(model: nn.Module) -> str:
-    """Return a sentence for error messages that lists the classes of a model's submodules with their counts."""
+    """Return a sentence for error messages that lists the classes of a model's submodules and their counts."""
     counts = Counter(type(module).__name__ for module in model.modules() if module is not model)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20))
     return f"It has: {listed or 'no modules inside'}."
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the units that share no parameter with a module outside the unit.
+    """Return the units that can be sharded on their own, as they share no parameter with a module outside.
 
     Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     """
@@ -150,21 +155,21 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
     while True:
         owner = _owners(model, left)
         shared = {id(unit) for units_here in owner.values() if len(units_here) > 1 for unit in units_here}
-        # Repeated until stable: removing a unit gives its parameters a new owner, which may share them with another
-        # unit.
+        # Repeated until nothing changes: without a unit, its parameters belong to an outer unit, which may share them
+        # with another one.
         kept = [unit for unit in left if id(unit) not in shared]
         if len(kept) == len(left):
             return kept
         names = sorted({type(unit).__name__ for unit in left if id(unit) in shared})
         logger.warning_once(
-            f"{', '.join(names)}: tied to weights outside of it, so it is not sharded as a unit of its own but with "
-            "the module around both."
+            f"{', '.join(names)}: shares parameters with modules outside of it, so FSDP does not shard it as a "
+            "separate unit, but together with the module that contains both."
         )
         left = kept
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Return for each parameter's `id` the innermost units, or the model, that hold the parameter."""
+    """Map each parameter's `id` to the innermost units that contain the parameter, or to the model if none does."""
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

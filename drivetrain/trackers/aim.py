@@ -18,7 +18,7 @@ _LOCK_SECONDS = 120.0
 
 
 class AimLogger(PackageLogger):
-    """Tracker that writes to a run in an Aim repository. Calls return at once, and a background thread executes them.
+    """Tracker that logs to an Aim run. A background thread writes the values, so training does not wait.
 
     If the repository does not exist, it is created. `aim up` displays it. A resumed run continues its Aim run. When a
     `fit` ends, the run is closed with the parameters `status` and, if it failed, `error`. Later logging reopens the
@@ -92,6 +92,7 @@ class _AimRun(PackageRun):
             return
         os.makedirs(self._repo, exist_ok=True)
         with locked(os.path.join(self._repo, ".aim.lock"), _LOCK_SECONDS):
+            # Another run may have created the repository while this one waited for the lock.
             if not Repo.exists(self._repo):
                 Repo.from_path(self._repo, init=True)
 
@@ -110,7 +111,7 @@ class _AimRun(PackageRun):
         return self._repo if self._is_remote else os.path.join(self._repo, ".aim")
 
     def _system_params(self) -> dict[str, Any]:
-        """Return the system parameters that Aim records, without secrets."""
+        """Return packages, environment variables, Git state and command line for Aim, without secrets."""
         import sys
         from importlib.metadata import distributions
 
@@ -208,5 +209,5 @@ class _AimRun(PackageRun):
 
 
 def _is_aim_object(value: Any) -> bool:
-    """Return True if a value is an Aim object, which is passed on unchanged."""
+    # Objects such as `aim.Image` are passed on unchanged.
     return type(value).__module__.split(".")[0] == "aim"

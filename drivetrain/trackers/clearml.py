@@ -31,7 +31,7 @@ _CONFIGURING = threading.Lock()
 
 
 class ClearMLLogger(BackgroundTracker):
-    """Tracker that writes to a task on a ClearML server. Calls return at once, and a background thread executes them.
+    """Tracker that logs to a ClearML task. A background thread sends the values, so training does not wait.
 
     `train_loss` and `val_loss` are two series of one plot, `loss`. `train/loss` is the series `loss` of the plot
     `train`. NaN and infinite values are written as text, since ClearML would display zeros. A resumed run continues
@@ -99,7 +99,7 @@ class ClearMLLogger(BackgroundTracker):
 
     @property
     def version(self) -> str | None:
-        """The ID of the ClearML task, or None before it is opened."""
+        """The ID of the ClearML task, or None before the task is opened."""
         return self._run_of_clearml.task_id
 
 
@@ -279,7 +279,7 @@ class _ClearMLRun(Tracker):
 
 
 def plot_of(name: str) -> tuple[str, str]:
-    """Return the plot and the series for a metric name: `val_loss` is the series `val` of the plot `loss`."""
+    """Return the ClearML plot and series for a metric: `val_loss` becomes series `val` of plot `loss`."""
     if "/" in name:
         title, _, series = name.partition("/")
         return title, series
@@ -288,7 +288,7 @@ def plot_of(name: str) -> tuple[str, str]:
 
 
 def _wait_for_source(task: Task) -> None:
-    """Wait until the thread in which ClearML analyzes the source code has ended.
+    """Wait until ClearML has finished analyzing the script, which happens on a thread of its own.
 
     ClearML 2.1 sets properties without the lock of that thread. The thread would then overwrite the offline session
     without the properties.
@@ -298,7 +298,7 @@ def _wait_for_source(task: Task) -> None:
 
 
 def _check_server() -> None:
-    """Raise `TrackerError` if ClearML has no credentials or cannot reach its server."""
+    """Raise `TrackerError` if there are no ClearML credentials or the ClearML server cannot be reached."""
     from clearml.backend_api import Session
     from clearml.config import config_obj
 

@@ -23,7 +23,7 @@ _SOURCE_OPTIONS = ("log_git_patch", "log_git_metadata", "log_env_host", "parse_a
 
 
 class CometLogger(BackgroundTracker):
-    """Tracker that writes to an experiment on Comet. Calls return at once, and a background thread executes them.
+    """Tracker that logs to a Comet experiment. A background thread sends the values, so training does not wait.
 
     A resumed run continues its Comet experiment. When a `fit` ends, the experiment is closed with `status` and, if it
     failed, `error` as other values. Later logging reopens the experiment. Offline, each time that the experiment is
@@ -99,7 +99,7 @@ class CometLogger(BackgroundTracker):
 
     @property
     def version(self) -> str:
-        """The key of the Comet experiment."""
+        """The key that identifies the Comet experiment."""
         return self._run_of_comet.key
 
     def state_dict(self) -> dict[str, Any]:

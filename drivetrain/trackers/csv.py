@@ -78,12 +78,12 @@ class CSVLogger(DirectoryTracker):
 
     @property
     def waiting(self) -> list[Row]:
-        """The rows that are not on disk yet."""
+        """The logged rows that have not been written to the file yet."""
         return self._rows[self._last_is_written and not self._last_has_grown :]
 
     @property
     def tracker(self) -> Path:
-        """The path of the CSV table. Opens the run."""
+        """The path of the file `metrics.csv`. Creates the run's directory if necessary."""
         self.start()
         return self.run_directory.path / "metrics.csv"
 
@@ -93,6 +93,7 @@ class CSVLogger(DirectoryTracker):
         for key, value in self._without_arrays(values).items():
             row[key if key in _FIRST_COLUMNS else self._prefix + key] = value
         if self._rows and _same_step(self._rows[-1], row):
+            # The row keeps its first epoch, see `_same_step`.
             self._rows[-1].update({**row, "epoch": self._rows[-1]["epoch"]} if "epoch" in self._rows[-1] else row)
             self._last_has_grown = True
             return
@@ -106,7 +107,7 @@ class CSVLogger(DirectoryTracker):
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Write a table to its own file, `tables/<name>-<step>.csv`."""
+        """Write a table to a CSV file of its own, `tables/<name>-<step>.csv` in the run directory."""
         titles, rows = as_rows(columns, data)
         file_name = re.sub(r"[^\w.-]", "_", name if step is None else f"{name}-{step}")
         path = self.run_directory.create() / "tables" / f"{file_name}.csv"
@@ -133,6 +134,7 @@ class CSVLogger(DirectoryTracker):
     def _resume_from(self, state: Mapping[str, Any]) -> None:
         rows, columns = self._checked(state, "rows", int), self._checked(state, "columns", list)
         last_row = None if state.get("last_row") is None else self._checked(state, "last_row", dict)
+        # The last row may have received values after the checkpoint, so it is written anew.
         complete = max(0, rows - (last_row is not None))
         path = self.run_directory.path / "metrics.csv"
         there = _cut_table(path, [str(column) for column in columns], complete)
@@ -159,7 +161,7 @@ class CSVLogger(DirectoryTracker):
 
 
 def _same_step(last: Row, new: Row) -> bool:
-    """Return True if a new row can be merged into the last one: same step, and no value would be overwritten.
+    """Return True if new values can be added to the last row: it has the same step, and nothing is overwritten.
 
     The epoch may differ, since values logged at the start of an epoch have the last step of the previous epoch.
     """
@@ -183,11 +185,12 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size  # file offset of the last row
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows to the CSV file. If `replace_last` is True, the first of them replaces the last row of the file.
+        """Append rows to the CSV file. If `replace_last` is True, the first one replaces the file's last row.
 
         If writing fails, for example on a full disk, the file is restored, so that the rows can be written again.
         """
         if replace_last:
+            # The last row may have received more values since it was written.
             os.ftruncate(self._file.fileno(), self._last_row)
         self._last_row = os.fstat(self._file.fileno()).st_size
         try:
@@ -206,8 +209,10 @@ class _Table:
         if new:
             first = [key for key in _FIRST_COLUMNS if key in new or key in self.columns]
             rest = [key for key in (*self.columns, *new) if key not in _FIRST_COLUMNS]
+            # The header is the first line of the file, so new columns need a new file.
             self._widen([*first, *rest])
         writer = csv.DictWriter(self._file, self.columns, restval="", lineterminator="\n")
+        # The last row is written on its own, so that the offset of its start is known.
         writer.writerows(rows[:-1])
         self._file.flush()
         last_row = os.fstat(self._file.fileno()).st_size
@@ -227,7 +232,7 @@ class _Table:
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
-    """Rewrite a table atomically with other columns and at most `limit` rows. Returns its number of rows."""
+    """Rewrite a CSV file atomically with the given columns and at most `limit` rows. Returns the number of rows."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
     try:
@@ -245,7 +250,7 @@ def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
 
 
 def _cut_table(path: Path, columns: list[str], limit: int) -> int:
-    """Cut a table to its first `limit` rows and to the given columns. Returns its number of rows."""
+    """Shorten a CSV file to its first `limit` rows and the given columns. Returns the number of remaining rows."""
     if not columns:
         path.unlink(missing_ok=True)
         return 0
@@ -256,7 +261,7 @@ def _cut_table(path: Path, columns: list[str], limit: int) -> int:
 
 
 def _cut_broken_line(path: Path) -> None:
-    """Remove an incomplete last line, which a killed run may leave. Its last number may be truncated."""
+    """Remove an incomplete last line from a CSV file. A run that is killed while writing may leave one."""
     with path.open("rb+") as file:
         content = file.read()
         if not content.endswith(b"\n"):

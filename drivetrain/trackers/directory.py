@@ -23,7 +23,7 @@ _VERSION = re.compile(r"version_(\d+)")
 
 
 class RunDirectory:
-    """Directory `<save_dir>/<name>/version_<n>` of one run.
+    """Directory `<save_dir>/<name>/version_<n>` into which the trackers of one run write their files.
 
     Without a version, the next free number is taken when the path is first read. Trackers of one run share the object,
     so that their files are in the same directory.
@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def version(self) -> int | str:
-        """The version of this run, chosen at the first access."""
+        """The version number or directory name of this run. The next free number is reserved at the first access."""
         if self._version is None:
             self._version = self._take_version()
         return self._version
@@ -62,12 +62,12 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """The directory of this run, which may not exist yet."""
+        """The path of this run's directory. The directory itself is created only when something is written."""
         version = self.version
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def resume(self, version: Any) -> bool:
-        """Continue the directory of an earlier run. Returns False if it is gone or if another version was given."""
+        """Switch to the directory of an earlier run. Returns False if it is gone or another `version` was given."""
         if self.is_given:
             return bool(self._version == version)
         is_number = type(version) is int and version >= 0
@@ -81,13 +81,14 @@ class RunDirectory:
         before, self._version, self._is_free_again = self._version, version, False
         if not self.path.is_dir():
             self._version = before
+        # The version comes from a checkpoint, which must not redirect writes through a link.
         elif not os.path.realpath(self.path).startswith(os.path.realpath(self.root) + os.sep):
             logger.warning(f"{self.path} links outside of {self.root}, so it is not continued. Give version= to do so.")
             self._version = before
         return bool(self._version == version)
 
     def create(self) -> Path:
-        """Create the directory if needed, and add the run to the index. Returns the path."""
+        """Create the run's directory if it does not exist, list the run in the index, and return the path."""
         if self._is_free_again and self.path.exists():
             self._version = None  # another run has taken the number in the meantime
         self._is_free_again = False
@@ -104,13 +105,13 @@ class RunDirectory:
         return path
 
     def existing(self) -> list[Path]:
-        """Return the existing run directories, newest first. If a version was given, only this run's directory."""
+        """Return the directories of all runs, newest first, or only this run's directory if `version` was given."""
         if self.is_given:
             return [self.path]
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
 
     def _take_version(self) -> int:
-        """Reserve the next free version by creating its directory. Returns the number.
+        """Reserve the next free version number by creating its directory, and return the number.
 
         Other processes than the main one create nothing. The Trainer sends them the number of the main process.
         """
@@ -131,7 +132,7 @@ class RunDirectory:
             return number
 
     def release(self) -> None:
-        """Remove the directory if it is empty."""
+        """Remove the run's directory if it is empty, so that runs that log nothing leave no trace."""
         if self._remove_empty is not None and self._remove_empty():
             self._is_free_again = True
 
@@ -143,7 +144,7 @@ class RunDirectory:
 
 
 def _remove_if_empty(folders: Sequence[Path], process: int) -> bool:
-    """Remove empty directories, the run's directory first. Returns True if the run's directory is gone."""
+    # Parent directories are removed only if they are empty as well: `rmdir` raises otherwise.
     if os.getpid() == process:  # a forked child must not remove the parent's directory
         with suppress(OSError):
             for folder in folders:
@@ -152,7 +153,7 @@ def _remove_if_empty(folders: Sequence[Path], process: int) -> bool:
 
 
 class DirectoryTracker(Tracker):
-    """Base class of trackers that write files into a `RunDirectory`, including the hyper-parameters as `hparams.yaml`.
+    """Base class of trackers that write files into a run directory, such as event files and `hparams.yaml`.
 
     Args:
         save_dir: The root directory of all runs.
@@ -190,7 +191,7 @@ class DirectoryTracker(Tracker):
 
     @property
     def log_dir(self) -> str:
-        """The directory of this run.
+        """The path of this run's directory.
 
         Only the value of the main process is reliable. Another process may read it when the directory already exists,
         and would then find the next number.
@@ -218,7 +219,7 @@ class DirectoryTracker(Tracker):
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
-        """Return an entry of a state dict. Raises `CheckpointError` if it has another type than `kind`."""
+        """Return an entry of a checkpoint's tracker state. Raises `CheckpointError` if its type is not `kind`."""
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(
@@ -228,10 +229,10 @@ class DirectoryTracker(Tracker):
         return value
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
-        """Remove what was written into the run directory after the `state_dict` call."""
+        """Remove the values that were logged after the checkpoint was saved. Subclasses override this method."""
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Write all remaining values. After a completed run the files stay open, since further values may follow.
+        """Write all remaining values when a run ends. Files stay open after a completed run, for later test results.
 
         Args:
             status: The status of the run, as for `Tracker.finalize`.

@@ -21,7 +21,7 @@ _OWN_FILE = "run_id"
 
 
 class DVCLiveLogger(PackageLogger):
-    """Tracker that writes the files of DVCLive. Calls return at once, and a background thread executes them.
+    """Tracker that writes DVCLive files. A background thread writes the values, so training does not wait.
 
     A new run replaces the earlier one in its directory, as is usual with DVC. A resumed run continues the run of its
     checkpoint, and removes the values after the checkpoint. If the directory holds another run by then, it starts a
@@ -102,13 +102,14 @@ class _DVCLiveRun(PackageRun):
 
     def _is_still_there(self) -> bool:
         file = self._directory / _OWN_FILE
+        # The file with the ID shows whether another run has replaced the directory's content.
         found = file.read_text(encoding="utf-8").strip() if file.is_file() else None
         if found != self.run_id:
             logger.warning(f"{self._directory} no longer contains the run to continue, so a new run starts there.")
         return found == self.run_id
 
     def _files(self) -> dict[str, Path]:
-        """Return the files that grow during a run, by their path within the directory."""
+        """Return the DVCLive files that grow during a run, by relative path, so that a resumed run can shorten them."""
         found = sorted((self._directory / "plots" / "metrics").rglob("*.tsv"))
         return {path.relative_to(self._directory).as_posix(): path for path in found}
 

@@ -44,7 +44,7 @@ Item = tuple[Call, int]
 
 
 class CallQueue:
-    """Bounded queue of calls, and the thread that executes them. The thread is started with the first call."""
+    """Bounded queue of function calls, and the background thread that executes them. The first call starts it."""
 
     def __init__(self, name: str, run: Callable[[Call, int], None], limit: int) -> None:
         self._name, self._run, self._limit = name, run, limit
@@ -63,11 +63,12 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Add a call to the queue. Returns False if the queue is full, unless `always` is True."""
+        """Add a call to the queue. Returns False if the queue is full. With `always=True`, the limit does not apply."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False
             self._pending += 1
+            # A forked process inherits the queue, but not its thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._work, args=(self._items, self._generation), name=self._name, daemon=True
@@ -77,13 +78,15 @@ class CallQueue:
         return True
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all queued calls are done. Returns False on a timeout."""
+        """Wait until all queued calls have been executed. Returns False if that takes longer than `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Stop the queue's thread after the running call. Returns the number of values in discarded calls."""
+        """Discard all waiting calls, and end the thread after the running one. Returns the number of lost values."""
         with self._changed:
+            # A call that hangs keeps the old queue and its thread. New calls get a new queue, so they are not
+            # blocked.
             items, self._items = self._items, queue.SimpleQueue()
             idle = self._thread if self._pending == 0 else None
             self._generation += 1
@@ -105,6 +108,7 @@ class CallQueue:
             self._run(*item)
             del item  # free the values before waiting for the next call
             with self._changed:
+                # A thread that finishes after `stop` must not change the count of its successor.
                 if generation == self._generation:
                     self._pending -= 1
                     self._changed.notify_all()
@@ -145,7 +149,7 @@ class Absent:
 
 
 class AbsentTracker(Tracker):
-    """Tracker that does nothing, for processes that must not call the real tracker and for trial runs."""
+    """Tracker that ignores every call. Used on processes that must not log, and in trial runs."""
 
     def __init__(self, name: str = "absent") -> None:
         self.name = name  # type: ignore[misc]
@@ -188,7 +192,7 @@ FINISH_SECONDS, INTERRUPTED_SECONDS, UPLOAD_SECONDS = 60.0, 30.0, 3600.0
 
 
 class BackgroundTracker(Tracker):
-    """Tracker that calls another tracker on a background thread. Every method returns at once.
+    """Tracker that passes each call to another tracker on a background thread, so that logging never delays training.
 
     Each kind of error of the other tracker logs one warning. Values that could not be written are counted and reported
     when the run ends. If the run cannot be opened, the tracker is disabled until the next run. Only the main process
@@ -265,11 +269,13 @@ class BackgroundTracker(Tracker):
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         if type(self._inner).log_graph is not Tracker.log_graph:
+            # The thread must not access the module while it is trained.
             text = str(model)
             self._submit(lambda: self._inner.log_graph(text))
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         self._has_files = True
+        # The working directory may have changed when the thread uses the path.
         given = os.path.abspath(path)
         self._submit(lambda: self._inner.log_artifact(given, name))
 
@@ -282,7 +288,7 @@ class BackgroundTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """The underlying object of the tracker. Opens the run and waits for it.
+        """The run object of the wrapped tracker's library. Opens the run if necessary and waits until it is open.
 
         If the run cannot be opened, and on other processes than the main one, this is an object that ignores every
         call.
@@ -299,6 +305,7 @@ class BackgroundTracker(Tracker):
             return {}
         if self._is_behind and self._calls.pending:
             return self._state  # an earlier checkpoint has waited already
+        # The thread does not use the tracker yet, so it can be called directly.
         if not (self._was_used or self._is_open):
             return self._inner.state_dict()
         found = self._ask(self._inner.state_dict, STATE_SECONDS)
@@ -313,6 +320,7 @@ class BackgroundTracker(Tracker):
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # An open run must be closed before the tracker continues another one.
         if self._was_used and state and state != self._state:
             self.finalize()
         self._inner.load_state_dict(state)
@@ -330,6 +338,7 @@ class BackgroundTracker(Tracker):
         message = self._clean.in_text(message)
         seconds = INTERRUPTED_SECONDS if status not in (COMPLETED, "success") else FINISH_SECONDS
         seconds = UPLOAD_SECONDS if self._has_files else seconds
+        # The run must be closed even if the queue is full.
         self._calls.put(lambda: self._close(status, message), 0, always=True)
         in_time = self._calls.drain(seconds)
         left = self._calls.stop()
@@ -349,6 +358,7 @@ class BackgroundTracker(Tracker):
                 self._is_open = False
 
     def _at_exit(self) -> None:
+        # In an interactive session, `last_value` is the error of any earlier statement, not of this run.
         self.finalize(*outcome_of(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)))
 
     # background thread
@@ -372,7 +382,7 @@ class BackgroundTracker(Tracker):
         return taken
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Run a call on the background thread and return its result. None if it fails or takes too long."""
+        """Execute a call on the background thread and return its result, or None if it fails or takes too long."""
         found: list[Any] = []
         done = threading.Event()
 
@@ -418,7 +428,7 @@ class BackgroundTracker(Tracker):
 
 
 def as_numbers(values: Mapping[str, Any], secrets: Secrets | None = None) -> dict[str, Any]:
-    """Convert one-element tensors and arrays to numbers, and hide secrets in texts."""
+    """Return a copy of logged values in which one-element tensors are numbers and secrets in texts are hidden."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if hasattr(value, "item") and getattr(value, "size", None) is not None:
@@ -446,7 +456,7 @@ _RECORDED = "recorded"  # key of the recorder's state in a checkpoint
 
 @dataclass(eq=False)
 class TrackerGroup:
-    """Trackers of one run, called together on the main process, slow ones on background threads.
+    """All trackers of one run, called together. Slow trackers are called on background threads.
 
     Each kind of error of a tracker logs one warning. Values that it could not write are counted and reported at the
     end. Secrets are removed from hyper-parameters.
@@ -465,12 +475,12 @@ class TrackerGroup:
 
     @property
     def writes_here(self) -> bool:
-        """True if any tracker is called on this process."""
+        """True if at least one tracker is called on this process."""
         return any(self._is_called(tracker) for tracker in self._writers)
 
     @property
     def keeps_values(self) -> bool:
-        """True if any tracker on any process writes values."""
+        """True if the run has a tracker at all, on this or on another process."""
         return bool(self.trackers) or self.recorder is not None
 
     @property
@@ -478,12 +488,12 @@ class TrackerGroup:
         return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
 
     def record_with(self, recorder: Tracker | None) -> None:
-        """Set the tracker that stores values for the run report, or None."""
+        """Set the extra tracker that stores values for the run report, or None to remove it."""
         self.recorder = recorder
 
     @property
     def secrets(self) -> Secrets:
-        """Secrets that neither trackers nor checkpoints may contain."""
+        """The secrets of all trackers, such as API keys, with methods that remove them from values and texts."""
         if self._clean is None:
             self._clean = Secrets(each for tracker in self.trackers for each in tracker.secrets)
         return self._clean
@@ -491,13 +501,13 @@ class TrackerGroup:
     # start of the run
 
     def start(self) -> None:
-        """Import the packages of all trackers, and open the runs of background trackers."""
+        """Import the packages of all trackers, and open the runs of the trackers that use a background thread."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
 
     def share_directories(self) -> None:
-        """Make all processes write to the run directories of the main process. Called by all processes."""
+        """Make all processes use the run directories that the main process chose. Must be called on every process."""
         held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
         [versions] = broadcast_object_list([[each.version for each in held] if self.is_main else None])
         for directory, version in zip(held, versions, strict=False):
@@ -524,7 +534,7 @@ class TrackerGroup:
         step: int | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write the values of one step to all trackers.
+        """Log the values of one optimizer step to every tracker.
 
         `options` is a dict from tracker name to arguments of its `log`.
         """
@@ -552,7 +562,7 @@ class TrackerGroup:
         self._each(lambda target: target.save())
 
     def checkpoint_saved(self, callback: Any) -> None:
-        """Call `after_save_checkpoint` of all trackers that override it."""
+        """Tell every tracker that a `ModelCheckpoint` has saved a checkpoint, through `after_save_checkpoint`."""
         for tracker in self.trackers:
             if type(tracker).after_save_checkpoint is not Tracker.after_save_checkpoint:
                 self._call(tracker, lambda target: target.after_save_checkpoint(callback))
@@ -560,7 +570,7 @@ class TrackerGroup:
     # end of the run
 
     def log_best_model(self, path: str | os.PathLike[str]) -> None:
-        """Send the best checkpoint to all trackers with `log_model`."""
+        """Upload the best checkpoint with every tracker whose `log_model` is True."""
         for tracker in self.trackers:
             if tracker.log_model:
                 self._call(tracker, lambda target: target.log_artifact(path, "best"))
@@ -574,12 +584,13 @@ class TrackerGroup:
     # state
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state dict of each tracker, for a checkpoint. Empty on other processes than the main one."""
+        """Return the state dicts of all trackers for a checkpoint. The list is empty except on the main process."""
         if not self.is_main:
             return []
         states: list[dict[str, Any]] = []
         for tracker in self.trackers:
             states.append({})
+            # If a tracker fails, its state stays empty, so that states and trackers remain aligned.
             self._call(tracker, lambda target: states[-1].update(target.state_dict()), 0)
         if self.recorder is not None:
             recorded: dict[str, Any] = {}
@@ -588,8 +599,9 @@ class TrackerGroup:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the runs of all trackers from their states. Raises `CheckpointError` for an invalid state."""
+        """Continue the tracker runs saved in a checkpoint. Raises `CheckpointError` if a tracker rejects its state."""
         if self.is_main:
+            # States are matched by position. A resumed run may have more or fewer trackers.
             given = [state for state in states if _RECORDED not in state]
             for tracker, state in zip(self.trackers, given, strict=False):
                 self._call(tracker, partial(_load, state=state))
@@ -600,7 +612,7 @@ class TrackerGroup:
     # single trackers
 
     def get(self, name: str) -> Tracker:
-        """Return the tracker with the given name or alias, or an `AbsentTracker` on processes that must not call it.
+        """Return the run's tracker with the given name. Processes that do not log get one that ignores every call.
 
         Raises `ConfigurationError` if the run has no tracker with this name.
         """
@@ -623,13 +635,13 @@ class TrackerGroup:
             self._call(tracker, call, values)
 
     def _call(self, tracker: Tracker, call: Callable[[Tracker], Any], values: int = 0) -> None:
-        """Call a tracker, or its background tracker. Errors are counted, except for `CheckpointError`."""
         if not self._is_called(tracker):
             return
         target, losses = self._target(tracker)
         losses.count_given(values)
         try:
             call(target)
+        # A tracker must not end the run, except for an invalid checkpoint, which the user must know of.
         except CheckpointError:
             raise
         except Exception as error:

@@ -28,7 +28,7 @@ except ImportError:  # Windows
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold an exclusive file lock across processes and threads. Raises `TimeoutError` if it is not free in time."""
+    """Hold an exclusive lock on a file. Raises `TimeoutError` if the lock is not free within `seconds`."""
     deadline = time.monotonic() + seconds
     with open(path, "a", encoding="utf-8") as file:
         while not _try_lock(file):
@@ -75,7 +75,7 @@ _TITLE = "# when, where and with which command each run began, newest first\n"
 
 
 def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], secrets: Sequence[str] = ()) -> None:
-    """Add this run at the top of the index `<save_dir>/drivetrain_logs/index`. Errors are logged as warnings.
+    """List this run at the top of the index file `<save_dir>/drivetrain_logs/index`. Failures only log a warning.
 
     Several runs may call it at the same time.
     """
@@ -88,6 +88,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / f".{NAME}.lock", LOCK_SECONDS):
+            # A line break in a path or command must not begin another entry.
             _put_first(directory / NAME, " ".join(line.splitlines()))
     except OSError as error:
         from drivetrain.runtime.logging import get_logger  # imported late, because it imports torch
@@ -97,7 +98,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """Entry of the index.
+    """Line of the index file, which describes one run.
 
     Attributes:
         when: The time when the run started or was last resumed, as text.
@@ -113,7 +114,7 @@ class ListedRun:
 
 
 def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
-    """Return the runs in `<save_dir>/drivetrain_logs/index`, newest first. Each run is listed once."""
+    """Return all runs listed in the index file `<save_dir>/drivetrain_logs/index`, newest first and each once."""
     directory = Path(save_dir, DIRECTORY)
     path = directory / NAME
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -124,18 +125,19 @@ def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
         if line.startswith("#") or not name:
             continue
         place = name if "://" in name else os.path.normpath(directory / name)
+        # A resumed run has several lines, of which the first is the newest.
         found.setdefault(place, ListedRun(when, place, name.removeprefix("../"), command))
     return list(found.values())
 
 
 def words_of_command() -> list[str]:
-    """Return the command line that started this run. If a launcher started the process, this is its command line."""
+    """Return the words of the command that started this run: that of the launcher if one was used."""
     launched = os.environ.get(COMMAND_VARIABLE)
     return shlex.split(launched) if launched else list(sys.orig_argv or sys.argv)
 
 
 def command(secrets: Sequence[str] = ()) -> str:
-    """Return the command line of this run as shell text, with secrets replaced by `<hidden>`."""
+    """Return the command that started this run as shell text, with secrets replaced by `<hidden>`."""
     words = words_of_command()
     words[:1] = [os.path.basename(word) for word in words[:1]]
     kept: list[str] = []
@@ -147,6 +149,7 @@ def command(secrets: Sequence[str] = ()) -> str:
             word = HIDDEN
         elif is_secret and separator:
             word = f"{name}={HIDDEN}"
+        # In `--api-key VALUE`, the secret is the next word.
         hides_next = is_secret and not separator and word.startswith("-")
         kept.append(word)
     return shlex.join(Secrets(secrets).in_text(word) for word in kept).replace(f"'{HIDDEN}'", HIDDEN)

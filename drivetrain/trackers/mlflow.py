@@ -28,7 +28,7 @@ _BATCH = 100
 
 
 class MLFlowLogger(PackageLogger):
-    """Tracker that writes to a run of MLflow. Calls return at once, and a background thread executes them.
+    """Tracker that logs to an MLflow run. A background thread sends the values, so training does not wait.
 
     Without a `tracking_uri`, the run is written to the database `mlflow.db` in `save_dir`, with its files beside it.
     `mlflow ui --backend-store-uri` displays it. A resumed run continues its MLflow run. When a `fit` ends, the MLflow
@@ -99,13 +99,11 @@ class MLFlowLogger(PackageLogger):
 
     @property
     def run_id(self) -> str | None:
-        """The ID of the MLflow run, or None before it is opened. An alias of `version`."""
+        """The ID of the MLflow run, or None before the run is opened. An alias of `version`."""
         return self.version
 
 
 class _MLFlowRun(PackageRun):
-    """Run of MLflow on the background thread. Its underlying object is the `MlflowClient`."""
-
     name = "mlflow"
     id_form = r"[0-9a-zA-Z]{1,64}"
     run_name: str | None = None
@@ -132,10 +130,10 @@ class _MLFlowRun(PackageRun):
         return [urllib.parse.unquote(parsed.password), parsed.password] if parsed.password else []
 
     def load(self) -> None:
-        """Import MLflow and create the tables of a new local database, so that the first checkpoint need not wait."""
         from mlflow import MlflowClient
 
         _, _, path = self._uri.partition("sqlite:///")
+        # Creating the tables of a new database is slow: do it now, so that the first checkpoint does not wait for it.
         if path and not os.path.exists(path):
             with self._alone():
                 MlflowClient(self._uri).get_experiment_by_name(self._experiment[0])
@@ -160,7 +158,7 @@ class _MLFlowRun(PackageRun):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock a local database. MLflow 3.17 creates the tables of a new database without a lock."""
+        """Lock a local SQLite database, since MLflow 3.17 creates the tables of a new one without a lock."""
         _, is_sqlite, path = self._uri.partition("sqlite:///")
         if not is_sqlite:
             yield
@@ -173,6 +171,7 @@ class _MLFlowRun(PackageRun):
         from mlflow.exceptions import MlflowException
 
         name, files = self._experiment
+        # Another run may create the experiment between the two calls, so look once more.
         for _ in range(2):
             found = client.get_experiment_by_name(name)
             if found is not None and found.lifecycle_stage != "deleted":
@@ -182,7 +181,7 @@ class _MLFlowRun(PackageRun):
         return str(client.create_experiment(name, artifact_location=files))
 
     def _context(self) -> dict[str, str]:
-        """Return the tags of a new run: the given ones, and those that MLflow adds about script and user."""
+        """Return the tags of a new MLflow run: those of the user, and MLflow's own about script and user."""
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
@@ -272,5 +271,5 @@ class _MLFlowRun(PackageRun):
 
 
 def _valid(name: str) -> str:
-    """Replace the characters that MLflow does not allow in names."""
+    """Replace characters that MLflow does not allow in the names of metrics and parameters by `_`."""
     return "".join(each if each.isalnum() or each in "_-. /:" else "_" for each in name)

@@ -53,6 +53,7 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
             see="trackers.md",
         )
     known = _registered(name)
+    # The same class may be registered again, for example by a notebook cell that runs twice.
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
             f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another name.",
@@ -99,7 +100,7 @@ def resolve_trackers(
     name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
-    """Create the trackers that a user selects by name or as objects.
+    """Return the trackers that a `logger` or `log_with` argument selects, by name or as objects.
 
     Trackers that write files into the same directory, and have no version, share one version. All files of a run are
     then in the same folder.
@@ -158,5 +159,6 @@ def _share_version(trackers: Iterable[Tracker]) -> None:
     shared: dict[str, RunDirectory] = {}
     for tracker in trackers:
         if isinstance(tracker, DirectoryTracker) and not tracker.run_directory.is_decided:
+            # Trackers with the same root share one object, and therefore one version number.
             root = str(tracker.run_directory.root.absolute())
             tracker.run_directory = shared.setdefault(root, tracker.run_directory)

@@ -24,7 +24,7 @@ _SHORTEST = 8
 
 
 class Secrets:
-    """Filter that finds secrets in values and texts, by the names of values and by known secrets.
+    """Filter that removes secrets, such as API keys and passwords, from values and texts before they are logged.
 
     A text is secret if its name is like `api_key`, `hf_token`, `password` or `clientSecret`. Known secrets are the
     given values and those of environment variables with such names.
@@ -38,16 +38,16 @@ class Secrets:
         self._known = re.compile("|".join(parts)) if parts else None
 
     def in_text(self, text: str) -> str:
-        """Return a text in which known secrets and credentials in URLs are replaced by `<hidden>`."""
+        """Return a text with known secrets, and credentials in URLs, replaced by `<hidden>`."""
         text = without_credentials(text)
         return self._known.sub(HIDDEN, text) if self._known is not None else text
 
     def hide(self, value: Any) -> Any:
-        """Return a copy of nested values in which secrets are replaced by `<hidden>`."""
+        """Return a copy of nested dicts and lists in which every secret is replaced by `<hidden>`."""
         return self._clean(value, drops=False)
 
     def drop(self, value: Any) -> Any:
-        """Return a copy of nested values without entries that have secret names, and with known secrets hidden."""
+        """Return a copy of nested dicts and lists without entries named like secrets, such as `api_key`."""
         return self._clean(value, drops=True)
 
     def _clean(self, value: Any, drops: bool) -> Any:
@@ -65,13 +65,14 @@ class Secrets:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True for names of secrets such as `api_key` or `clientSecret`, not for `max_tokens` or `pad_token`."""
+    """Return True if a name denotes a secret, such as `api_key`, but not for `max_tokens` or `pad_token`."""
+    # `clientSecret` becomes `client_secret`.
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
     return bool(_SECRET_NAME.search(snake)) and not _VOCABULARY.search(snake)
 
 
 def _covered(value: Any) -> Any:
-    """Return `<hidden>` for a text or a container. Numbers, booleans and None are returned unchanged."""
+    """Return `<hidden>` in place of a secret's value. Numbers, booleans, None and empty texts stay unchanged."""
     if value is None or isinstance(value, (bool, int, float)) or value in ("", HIDDEN):
         return value
     return HIDDEN

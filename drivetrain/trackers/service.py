@@ -34,7 +34,7 @@ def missing_package(owner: str, package: str, extra: str) -> PackageMissingError
 
 
 def check_reachable(owner: str, url: str, advice: str) -> None:
-    """Raise `TrackerError` if a server cannot be reached. The packages themselves would retry for minutes."""
+    """Raise `TrackerError` if a server cannot be reached, since most tracker packages would retry for minutes."""
     if any(scheme in urllib.request.getproxies() for scheme in ("http", "https", "all")):
         return  # the package connects through a proxy
     parsed = urllib.parse.urlsplit(url)
@@ -46,7 +46,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Return True if the script and its command line contain no secrets. Otherwise log a warning."""
+    """Return True if the script and its command line contain no secrets, so that a tracker may record them."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
@@ -67,7 +67,7 @@ def script_path() -> str | None:
 
 
 def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, float], dict[str, str]]:
-    """Split values into numbers and texts. Nested names are joined by `/`."""
+    """Split logged values into a dict of numbers and a dict of texts. Nested names are joined by `/`."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for key, value in values.items():
@@ -86,7 +86,7 @@ def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
 
 
 class PackageRun(Tracker):
-    """Base class for trackers that wrap an experiment run of a third-party package, such as Aim or MLflow.
+    """Base class of adapters for the run of a third-party package, such as MLflow, used on a background thread.
 
     Its methods are called on the thread of a `PackageLogger`. A subclass implements `open`, which opens the package's
     run and assigns it to `_run`, and `finalize`, which ends the run.
@@ -111,7 +111,7 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the package's run and assign it to `_run`. Returns its directory or address for the index, or None."""
+        """Open the package's run and assign it to `_run`. Returns a path or URL to list in the index, or None."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -140,6 +140,7 @@ class PackageRun(Tracker):
         if run_id is None or self._is_given:
             self._continues = self._continues or (run_id is not None and run_id == self.run_id)
             return
+        # An ID may become part of a path, so `..` is not allowed.
         if not (isinstance(run_id, str) and re.fullmatch(self.id_form, run_id) and run_id.strip(".")):
             raise CheckpointError(
                 f"The state of {self.owner} in this checkpoint has run_id={run_id!r}, which is not a run ID."
@@ -148,7 +149,7 @@ class PackageRun(Tracker):
 
 
 class PackageLogger(BackgroundTracker):
-    """Base class of trackers that use a package of the same name. Calls return at once, on a background thread.
+    """Base class of trackers that wrap a third-party package and call it on a background thread.
 
     Args:
         run: The run of the package.
@@ -180,7 +181,7 @@ class PackageLogger(BackgroundTracker):
 
     @property
     def version(self) -> str | None:
-        """The ID of the run, or None before it is opened."""
+        """The ID of the run in the tracker's service, or None before the run is opened."""
         return self._package_run.run_id
 
     @property

@@ -18,7 +18,7 @@ _PROBES = ("runtime", "git")
 
 
 class SwanLabLogger(PackageLogger):
-    """Tracker that writes to a run on SwanLab. Calls return at once, and a background thread executes them.
+    """Tracker that logs to a SwanLab run. A background thread sends the values, so training does not wait.
 
     A resumed run continues its SwanLab run. Offline, it writes another directory with the same ID. When a `fit` ends,
     `status` and, if it failed, `error` are added to the configuration, and the run is closed as successful, crashed or

@@ -93,14 +93,14 @@ class TensorBoardLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> SummaryWriter:
-        """The `SummaryWriter`, for all of its features. Opens the run."""
+        """The `SummaryWriter` of this run, for all features of TensorBoard. Opens the run if necessary."""
         self.start()
         assert self._writer is not None
         return self._writer
 
     @property
     def writer(self) -> SummaryWriter:
-        """The `SummaryWriter`. An alias of `tracker`."""
+        """The `SummaryWriter` of this run. An alias of `tracker`."""
         return self.tracker
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class TensorBoardLogger(DirectoryTracker):
             file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write metric values of one step: numbers as curves, a dict of numbers as one chart, and strings as text.
+        """Log values of one step: numbers as curves, a dict of numbers as one chart, and strings as text.
 
         Args:
             values: A dict from name to value.
@@ -134,12 +134,12 @@ class TensorBoardLogger(DirectoryTracker):
                 numbers = {each: self._number(f"{key}/{each}", item) for each, item in flatten(value).items()}
                 known = {each: number for each, number in numbers.items() if number is not None}
                 writer.add_scalars(name, known, step)
+                # `add_scalars` writes each curve to a directory of its own, which a resumed run must cut too.
                 self._groups |= {f"{name.replace('/', '_')}_{each}" for each in known}
             elif (number := self._number(key, value)) is not None:
                 writer.add_scalar(name, number, step)
 
     def _number(self, name: str, value: Any) -> float | None:
-        """Convert a value to a number. Returns None, with one warning, if that is impossible."""
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -169,7 +169,7 @@ class TensorBoardLogger(DirectoryTracker):
             self.tracker.add_histogram(self._prefix + name, as_array(each), step)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Trace the model with `input_array` and write its graph. Does nothing without an input.
+        """Write the graph of a model, traced with an example input. Does nothing if `input_array` is None.
 
         Args:
             model: The module.

@@ -18,7 +18,7 @@ _BATCH_SECONDS = 10.0
 
 
 class TrackioLogger(PackageLogger):
-    """Tracker that writes to a run of Trackio. Calls return at once, and a background thread executes them.
+    """Tracker that logs to a Trackio run. A background thread sends the values, so training does not wait.
 
     Without `space_id` and `server_url`, the run is written to the database of the project below `TRACKIO_DIR`, and
     `trackio show` displays it. A resumed run continues its Trackio run, identified by its name. When a `fit` ends, the
@@ -67,8 +67,6 @@ class TrackioLogger(PackageLogger):
 
 
 class _TrackioRun(PackageRun):
-    """Run of Trackio on the background thread. Its ID is its name."""
-
     name = "trackio"
     has_own_id = True
 
@@ -109,7 +107,7 @@ class _TrackioRun(PackageRun):
         return f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0] if server else where
 
     def _check_space(self) -> None:
-        """Raise `TrackerError` without a token or a connection. Trackio itself would retry for a long time."""
+        """Raise `TrackerError` without a Hugging Face token or connection. Trackio would retry for a long time."""
         import huggingface_hub
 
         if not huggingface_hub.get_token():
@@ -125,7 +123,7 @@ class _TrackioRun(PackageRun):
         self.tracker.log(named, step=step)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
-        """Add values to the configuration.
+        """Add values to the run's configuration, after all pending values have been sent.
 
         Trackio 0.43 writes the configuration once, together with the next values. If one batch holds several
         configurations, it writes the first, so pending values must be sent before.

@@ -21,7 +21,7 @@ _POLICIES = ("mutable", "immutable")
 
 
 class WandbLogger(PackageLogger):
-    """Tracker that writes to a run on Weights & Biases. Calls return at once, and a background thread executes them.
+    """Tracker that logs to a Weights & Biases run. A background thread sends the values, so training does not wait.
 
     The x axis of all values is `trainer/global_step`, so values of an earlier step than the last one are not dropped.
     A resumed run continues its W&B run. Offline, it writes another directory with the same ID. When a `fit` ends, the
@@ -129,6 +129,7 @@ class _WandbRun(PackageRun):
             self._check_server(wandb, settings)
             given = {"dir": self.save_dir, "id": self.run_id, "resume": "allow", **self._options}
             self._run, self._is_shared = wandb.init(**{**given, "settings": settings}), False
+        # wandb drops values whose own step is lower than the last one, so the x axis is a metric of its own.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP, step_sync=True)
         return str(Path(self._run.dir).parent) if self._run.offline else str(self._run.url)
@@ -142,7 +143,7 @@ class _WandbRun(PackageRun):
         return settings
 
     def _check_server(self, wandb: Any, settings: Any) -> None:
-        """Raise `TrackerError` without an API key, for which wandb would prompt, or without a connection."""
+        """Raise `TrackerError` if there is no API key, for which wandb would prompt, or no connection to its server."""
         known = wandb.setup().settings
         mode = self._options.get("mode") or os.environ.get("WANDB_MODE") or known.mode
         if mode in (*_OFFLINE_MODES, "disabled"):
@@ -209,9 +210,9 @@ class _WandbRun(PackageRun):
 
 
 def _picture(array: Any) -> Any:
-    """Convert an array to a PIL image. wandb does not rescale the values of PIL images."""
     from PIL import Image
 
+    # wandb rescales the values of arrays, but not those of PIL images.
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 

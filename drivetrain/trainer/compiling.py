@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 CACHE = "compile_cache"
-"""The folder in a run's `default_root_dir` that inductor's cache is in."""
+"""Name of the folder with inductor's cache, in the run's `default_root_dir`."""
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options", "blocks")
-_MOST_RECORDS = 4096  # of torch's 64 the first would be gone
+_MOST_RECORDS = 4096  # torch keeps only the last 64 by default
 _MOST_REASONS = 5
 
-# What torch gives as the reason of a recompilation -> the same in words.
+# torch's reason for a recompilation -> the reason in plain words
 _REASONS = (
     (
         r"tensor '(?P<name>.+)' size mismatch at index (?P<dim>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)",
@@ -49,20 +49,22 @@ _REASONS = (
 
 
 def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Convert `Trainer(compile=)` to the engine's compilation options."""
+    """Convert the Trainer's argument `compile` to the compilation options of its Accelerator."""
     if isinstance(given, bool):
+        # False disables compilation even if the launcher asks for it.
         return TorchDynamoPlugin("inductor", disable=not given)
     if given == "blocks":
         given = {"blocks": True}
     if not isinstance(given, Mapping):
         raise ConfigurationError(
-            f"compile={given!r}: give True, 'blocks' for the repeated blocks of the model, False, or a dict of "
-            f"{', '.join(_OPTIONS)}.{nearest(str(given), ('blocks', *_OPTIONS))}",
+            f"Trainer(compile={given!r}) is not valid. Use True, False, 'blocks' to compile only the repeated blocks "
+            f"of the model, or a dict with the keys {', '.join(_OPTIONS)}.{nearest(str(given), ('blocks', *_OPTIONS))}",
         )
     for name in given:
         if name not in _OPTIONS:
             raise ConfigurationError(
-                f"compile has the key {name!r}; allowed are {', '.join(_OPTIONS)}.{nearest(str(name), _OPTIONS)}",
+                f"Trainer(compile=...) has the unknown key {name!r}. Allowed keys are {', '.join(_OPTIONS)}."
+                f"{nearest(str(name), _OPTIONS)}",
             )
     chosen = {"backend": "inductor", **given}
     return TorchDynamoPlugin(use_regional_compilation=bool(chosen.pop("blocks", False)), **chosen)
@@ -70,7 +72,7 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
 
 @contextmanager
 def compilations_watched(trainer: Trainer) -> Iterator[None]:
-    """Store compiled code of the body in the run's folder, and print a summary line at the end.
+    """Store compiled code in the run's folder during the `with` block, and print a summary of compilations.
 
     Does nothing if nothing is compiled.
     """
@@ -80,6 +82,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
     from torch._dynamo import utils  # importing it takes seconds
 
     utils.set_compilation_metrics_limit(_MOST_RECORDS)
+    # The process may have compiled other code before, which is subtracted at the end.
     seen, breaks = len(utils.get_compilation_metrics()), Counter(utils.counters["graph_break"])
     try:
         with _cache_in(trainer.default_root_dir):
@@ -92,7 +95,8 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
-    """Set inductor's cache folder during the body, unless the user has set one."""
+    """Set inductor's cache folder for the `with` block, unless the user has chosen one."""
+    # Torch sets the variable to its default when it needs the folder, which is no choice of the user.
     is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
     if is_named or "://" in root:  # inductor writes local files
         yield
@@ -115,11 +119,12 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """Summarize compilations and graph breaks in one line."""
-    # Also of backwards, and of code in which there was nothing to compile.
+    """Return one line that summarizes compilations and graph breaks, or an empty string if nothing was compiled."""
+    # There are also records of backwards, and of code that had nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
         return ""
+    # All records count for the time, including those of backwards.
     seconds = sum(each.duration_us or 0 for each in records) / 1e6
     again = Counter(_in_words(each.recompile_reason) for each in forwards if each.recompile_reason)
     line = f"Compiled {_plural(len(forwards), 'graph')} in {seconds:.1f} s"
@@ -138,9 +143,9 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _in_words(reason: str) -> str:
-    """Rephrase torch's reason for a graph break if it is a common one."""
+    """Return torch's reason for a recompilation in plain words, or unchanged if it is not a known one."""
     first = reason.strip().splitlines()[0]
-    first = re.sub(r"^\d+/\d+: *", "", first)  # which of the compiled versions did not fit
+    first = re.sub(r"^\d+/\d+: *", "", first)  # the number of the compiled version that did not match
     for pattern, words in _REASONS:
         found = re.fullmatch(pattern, first)
         if found:
@@ -157,20 +162,22 @@ _BEFORE = "_before_compiling"
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the task inside the result of `torch.compile(task)`. Its forward and steps are compiled from then on.
+    """Return the task inside `torch.compile(task)`, with its forward and step methods compiled.
 
-    Logging is not part of the compiled code.
+    Logging is not part of the compiled code. Objects that are not a compiled task are returned unchanged.
     """
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
         return model
     task: Task = model._orig_mod
     if not is_compiled(task):
+        # Attributes of the instance that the compiled versions hide until `leave_compiled`.
         task.__dict__[_BEFORE] = {name: task.__dict__[name] for name in (*_STEPS, *_LOGGING) if name in task.__dict__}
         for name in _STEPS:
             if is_overridden(task, Task, name):
                 task.__dict__[name] = model.dynamo_ctx(getattr(task, name))
         for name in _LOGGING:
+            # Logging is Python code with side effects, so it stays out of the compiled graphs.
             task.__dict__[name] = torch.compiler.disable(getattr(task, name))  # type: ignore[no-untyped-call]
     return task
 
@@ -181,7 +188,7 @@ def is_compiled(task: Task) -> bool:
 
 
 def leave_compiled(task: Task) -> None:
-    """Restore a task's forward and steps as they were before compilation."""
+    """Undo `torch.compile(task)`: restore the task's own forward and step methods."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Where loaders come from and how a batch gets to the device: what a DataModule and a Task may override
+# Hooks for data that both a DataModule and a Task may override
 
 
 class DataHooks:
@@ -30,33 +30,33 @@ class DataHooks:
         """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Create datasets. Called on every process.
+        """Create the datasets for a stage. Called on every process, before the data loaders are created.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def teardown(self, stage: str) -> None:
-        """Clean up after a stage.
+        """Release what `setup` created. Called on every process when a stage ends, even after an error.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def train_dataloader(self) -> Any:
-        """Return the loader or loaders for training."""
+        """Return the training data loader, or a list or dict of loaders that are iterated in parallel."""
         raise _undefined("train_dataloader")
 
     def val_dataloader(self) -> Any:
-        """Return the loader or loaders for validation."""
+        """Return the validation data loader, or a list or dict of loaders that are evaluated one by one."""
         raise _undefined("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """Return the loader or loaders for testing."""
+        """Return the test data loader, or a list or dict of loaders that are evaluated one by one."""
         raise _undefined("test_dataloader")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader or loaders for prediction."""
+        """Return the prediction data loader, or a list or dict of loaders that are processed one by one."""
         raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -68,7 +68,7 @@ class DataHooks:
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to use in place of `batch` after it was moved to the device."""
+        """Return the batch to use in place of `batch`, for example to augment it on the device."""
         return batch
 
 
@@ -77,7 +77,9 @@ def _undefined(name: str) -> ConfigurationError:
 
 
 class DataModule(HoldsHyperParameters, DataHooks):
-    """Data loaders of a run, and the code that prepares their data. Override the hooks you need.
+    """Base class for the data of a run: its loaders, and the code that prepares them.
+
+    Override the hooks you need.
 
     Example:
         ```python
@@ -94,20 +96,21 @@ class DataModule(HoldsHyperParameters, DataHooks):
     """
 
     trainer: Trainer | None = None
-    """The Trainer that runs with it; None before."""
+    """The Trainer that uses the data module, or None before the first run."""
 
     def __getstate__(self) -> dict[str, Any]:
+        # Copies, such as those in loader workers, do not need the Trainer.
         return {**self.__dict__, "trainer": None}
 
     def on_exception(self, exception: BaseException) -> None:
-        """Run code when an exception ends the run, before it is raised again."""
+        """Handle an exception that ends the run, for example to close files. It is raised again afterwards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state to save with each checkpoint."""
+        """Return the data module's own state as a dict, which is saved in each checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned when the checkpoint was saved."""
+        """Restore the data module's own state from a checkpoint: the dict that `state_dict` returned."""
 
     @classmethod
     def from_datasets(
@@ -138,6 +141,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         made = cls(**datamodule_kwargs)
         for name, datasets in given.items():
             if datasets is not None:
+                # A new loader at each call, as from a method that a subclass defines.
                 make = partial(_loaders, datasets, batch_size, num_workers, name == "train")
                 setattr(made, f"{name}_dataloader", make)
         return made
@@ -171,6 +175,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
             CheckpointError: There is no complete checkpoint.
         """
         kept = ("hyper_parameters", "hparams_name", "hparams_constructor")
+        # Only these entries are read, not the weights.
         entries = (*(f"datamodule_{name}" for name in kept), "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
         given = kwargs if hparams_file is None else None
@@ -183,10 +188,10 @@ class DataModule(HoldsHyperParameters, DataHooks):
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """Create loaders for datasets, in the same nested structure."""
     if isinstance(datasets, Mapping):
         return {name: _loaders(each, batch_size, num_workers, shuffle) for name, each in datasets.items()}
     if isinstance(datasets, Sequence):
         return [_loaders(each, batch_size, num_workers, shuffle) for each in datasets]
+    # DataLoader raises an error if an iterable dataset is shuffled.
     shuffles = shuffle and not isinstance(datasets, IterableDataset)
     return DataLoader(datasets, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)

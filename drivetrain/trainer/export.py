@@ -25,15 +25,15 @@ logger = get_logger(__name__)
 
 
 class TaskFiles(HoldsHyperParameters, nn.Module):
-    """Methods of `Task` that load checkpoints and export the forward."""
+    """Base class of `Task` with the methods that load checkpoints and export the forward method."""
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
-    """What the forward can be called with: exports, summaries and graphs use it unless they are given something."""
+    """An example input of `forward`, for exports, model summaries and graphs in trackers."""
 
     @property
     def strict_loading(self) -> bool:
-        """True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
+        """True if loading weights raises an error for missing and unexpected names. If False, it only warns."""
         found = self.__dict__.get("_strict_loading")
         return True if found is None else bool(found)
 
@@ -53,7 +53,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         instantiate: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Create a task from the hyper-parameters and weights in a checkpoint.
+        """Create a task from a checkpoint, with the saved hyper-parameters as its constructor arguments.
 
         Args:
             checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
@@ -79,18 +79,21 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))
-            raise CheckpointError(f"{checkpoint_path} holds {count} models, so none of them is that of a task.")
+            raise CheckpointError(f"{checkpoint_path} contains {count} models. A task is loaded from one with 1 model.")
         task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate)
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
-                f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
+                f"{cls.__name__}.strict_loading={set_strict}. Leave strict out, or change strict_loading.",
             )
+        # Tasks may create layers here, so it must run before the weights are loaded.
         task.configure_model()
+        # The hook may rename or drop weights, which are read from the engine's part afterwards.
         with as_hooks_see_it(engine, 0, driver) as state:
             task.on_load_checkpoint(state)
         task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
+        # Other values that torch.load accepts, such as functions, have no effect.
         is_device = isinstance(map_location, str | int | torch.device)
         return task.to(map_location) if is_device else task
 
@@ -109,18 +112,20 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     def _load_weights(self, weights: Mapping[str, Any], strict: bool, source: Any) -> None:
         found = self.load_state_dict(weights, strict=strict)
-        if found is not None and (found.missing_keys or found.unexpected_keys):  # None from an override
+        if found is not None and (
+            found.missing_keys or found.unexpected_keys
+        ):  # None if a task overrides load_state_dict
             logger.warning(
-                f"{source} has other weights than {type(self).__name__}. Not in it: {found.missing_keys or 'none'}. "
-                f"Only in it: {found.unexpected_keys or 'none'}."
+                f"The weights in {source} do not match {type(self).__name__}. Missing in the checkpoint: "
+                f"{found.missing_keys or 'none'}. Unexpected in the checkpoint: {found.unexpected_keys or 'none'}."
             )
         if not weights:
             logger.warning(f"The state dict in {source} contains no parameters for {type(self).__name__}.")
 
-    # the forward in other tools' formats
+    # export to other formats
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export the forward to ONNX.
+        """Export the task's `forward` method to an ONNX model.
 
         Args:
             file_path: The path or opened file to write to. None writes no file.
@@ -135,10 +140,13 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
                 `dynamo=False`).
         """
         sample = self._sample("to_onnx", "input_sample", input_sample)
+        # Only torch's newer exporter (`dynamo=True`) is written with onnxscript.
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for name in needed:
             if find_spec(name) is None:
-                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".')
+                raise ConfigurationError(
+                    f'to_onnx requires the package {name}. Install it with pip install "drivetrain[onnx]".'
+                )
         if isinstance(file_path, Path):
             file_path = os.fspath(file_path)
         with Exporting(self):
@@ -153,7 +161,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Export the forward to TorchScript.
+        """Convert the task to TorchScript, by compiling or tracing its `forward` method.
 
         Args:
             file_path: The path or fsspec URL to write to. None writes no file.
@@ -174,6 +182,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
         with Exporting(self):
             if method == "script":
+                # The Trainer is detached: TorchScript would try to compile it as an attribute.
                 made = torch.jit.script(self, **kwargs)
             else:
                 made = torch.jit.trace(self, example_inputs=inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -185,7 +194,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
     def to_exported_program(
         self, file_path: str | os.PathLike[str] | None = None, example_inputs: Any = None, **kwargs: Any
     ) -> ExportedProgram:
-        """Export the forward with `torch.export`.
+        """Export the task's `forward` method with `torch.export`.
 
         Args:
             file_path: The `.pt2` file to write to. None writes no file.
@@ -214,17 +223,18 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise ConfigurationError(
-                f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
-                "with. Give one of the two.",
+                f"{method} requires either `{argument}` or `model.example_input_array` as an example input for "
+                f"{type(self).__name__}. Pass {argument}, or set example_input_array.",
             )
         task: Any = self
+        # The example takes the way of a batch, so that it reaches forward as in training.
         prepared = task.on_before_batch_transfer(sample, 0)
         prepared = task.transfer_batch_to_device(prepared, task.device, 0)
         return task.on_after_batch_transfer(prepared, 0)
 
 
 class Exporting:
-    """Context manager in which a task is in evaluation mode and has no Trainer.
+    """Context manager that sets a task to evaluation mode and detaches its Trainer during an export.
 
     Exporters read every attribute and cannot handle a Trainer, so `task.trainer` is replaced by a placeholder.
     """
@@ -234,8 +244,10 @@ class Exporting:
 
     def __enter__(self) -> None:
         task = self._task
+        # Each module's own mode, since parts of a task may be frozen in evaluation mode.
         self._modes = {module: module.training for module in task.modules()}
         self._trainer, self._paths = task.__dict__["_trainer"], task.__dict__["_metric_paths"]
+        # Batch transfer hooks may still ask for the device through `task.trainer`.
         place = SimpleNamespace(strategy=SimpleNamespace(topology=SimpleNamespace(device=task.device)))
         task.__dict__["_trainer"], task.__dict__["_metric_paths"] = place, {}
         task.eval()

@@ -12,17 +12,19 @@ from contextvars import ContextVar
 from typing import Any
 
 CLASS_PATH = "_class_path"
-"""The entry that names the class to make, where it was chosen by the configuration."""
+"""Name of the entry with the import path of the class, if the configuration chose a subclass."""
 
 INSTANTIATOR = "_instantiator"
-"""The entry that says that the others are a configuration."""
+"""Name of the entry that marks the other entries as a configuration, not as plain arguments."""
 
 _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given", default=None)
 
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let `save_hyperparameters` of one new object record these values instead of its arguments.
+    """Context manager in which a new object's `save_hyperparameters` records `values` instead of arguments.
+
+    A command line uses it, so that a checkpoint stores the configuration instead of objects that cannot be saved.
 
     Args:
         kind: The object's class. Objects of other classes record their own arguments.
@@ -36,13 +38,14 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """Return the hyper-parameters that replace an object's constructor arguments, or None."""
+    """Return the values that `save_hyperparameters` must record in place of an object's arguments, or None."""
     given = _given.get()
+    # Only for this class: the constructor may create other objects that record their own arguments.
     return given[1] if given is not None and type(owner) is given[0] else None
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Find a class or an already imported subclass by its import path. Returns None if there is none.
+    """Return `kind` or its imported subclass with the given import path, or None. Nothing is imported.
 
     Args:
         kind: The class.
@@ -53,5 +56,6 @@ def loaded_subclass(kind: type, path: str) -> type | None:
         found = candidates.pop()
         if f"{found.__module__}.{found.__qualname__}" == path:
             return found
+        # Only classes that exist already: a checkpoint must not be able to import code.
         candidates += found.__subclasses__()
     return None

@@ -21,25 +21,27 @@ Hook = Callable[..., Any]
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
-    """Return True if `owner` has its own version of a method of `base`. An attribute set to None does not count."""
+    """Return True if an object or its class replaces a method of `base`. An attribute set to None does not count."""
     if name in getattr(owner, "__dict__", {}):
+        # Assigned to the instance: another method, or None to disable the hook.
         return owner.__dict__[name] is not None
     own = getattr(type(owner), name, None)
     return own is not None and own is not getattr(base, name, None)
 
 
 def is_redefined(owner: Any, base: type, name: str) -> bool:
-    """Return True if a method of `owner` differs from that of `base`, ignoring decorators."""
+    """Return True if an object replaces a method of `base` by another function, not just by decorating it."""
     if not is_overridden(owner, base, name):
         return False
+    # A bound method has the function that is compared in `__func__`.
     inner = inspect.unwrap(getattr(owner, name))
     return getattr(inner, "__func__", inner) is not getattr(base, name, None)
 
 
 class Hooks:
-    """Overridden hooks of a run's callbacks and task, by name.
+    """Lookup of the hooks that the callbacks and the task of a run override.
 
-    Callbacks are called before the task. `find_late` describes the exception.
+    Callbacks are called before the task, except for callbacks that set `runs_last_at_epoch_end`.
     """
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
@@ -50,38 +52,42 @@ class Hooks:
         self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
-        """Return the overridden hooks of this name in calling order. Each takes only the hook's own arguments."""
+        """Return the overridden hooks with this name, callbacks first. The Trainer and the task are already bound."""
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self._collect(name)
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return the overridden hooks for evaluation batches, to be called without the loader's index.
+        """Return the overridden hooks of an evaluation batch, with the data loader's index bound if needed.
 
         The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
         key = name, dataloader_idx
         if key not in self._of_batches:
+            # End hooks receive outputs, batch and batch index, start hooks only batch and index.
             count = 3 if name.endswith("_end") else 2
             self._of_batches[key] = tuple(_of_loader(hook, count, dataloader_idx) for hook in self.find(name))
         return self._of_batches[key]
 
     def call(self, name: str, *args: Any) -> None:
-        """Call all overridden hooks of this name."""
+        """Call all overridden hooks with this name, callbacks first, with the given arguments."""
         for hook in self.find(name):
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the hooks of callbacks that do not set `runs_last_at_epoch_end`, followed by the task's hook."""
+        """Return the overridden hooks of callbacks without `runs_last_at_epoch_end`, and the task's hook.
+
+        They are called before the hooks of other callbacks, such as checkpoints.
+        """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the hooks of callbacks that set `runs_last_at_epoch_end`, which read values that other hooks log."""
+        """Return the overridden hooks of callbacks with `runs_last_at_epoch_end`, which read values logged before."""
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
-        # Gradients are made ready ahead of clipping only where a callback reads them.
+        # The step does extra work for this hook, so a method that is merely decorated does not count.
         is_asked = is_redefined if name == "on_gradients_ready" else is_overridden
         callbacks = [c for c in self._chosen() if is_asked(c, Callback, name)]
         return (*(self._bind(callback, name) for callback in callbacks), *self._of_owner(name))
@@ -97,6 +103,7 @@ class Hooks:
         )
 
     def _of_owner(self, name: str) -> tuple[Hook, ...]:
+        # Some hooks exist only on callbacks.
         if hasattr(Task, name) and is_overridden(self._task, Task, name):
             actions = self._trainer.actions
             return (actions.watch(actions.of_owner(self._task, name), getattr(self._task, name)),)
@@ -109,14 +116,14 @@ class Hooks:
 
 
 def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:
-    """Return a batch hook that takes `count` arguments and adds the loader's index if the hook needs it."""
     if dataloader_idx is None:
+        # A single loader: the index 0 is passed only to hooks that require it.
         return hook if _takes(hook, count) else lambda *given: hook(*given, 0)
+    # Several loaders: the index is passed to every hook that can take it.
     return (lambda *given: hook(*given, dataloader_idx)) if _takes(hook, count + 1) else hook
 
 
 def _takes(hook: Hook, count: int) -> bool:
-    """Return True if a hook can be called with this many positional arguments."""
     try:
         inspect.signature(hook).bind(*(None,) * count)
     except TypeError:
@@ -127,11 +134,15 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Set the task's `log` and `log_dict` on a callback as `self.log`, unless it has such methods."""
+    """Give a callback the methods `log` and `log_dict` of the task for the run. A task of None removes them.
+
+    A callback that defines such methods itself keeps them.
+    """
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)
         elif not hasattr(type(callback), name):
+            # On the instance, so that the class stays as it is and the attribute can be removed.
             callback.__dict__[name] = getattr(task, name)
 
 
@@ -152,11 +163,12 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call all hooks even if some raise. Logs the errors and returns them."""
+    """Call all hooks, even if some raise. Log their errors and return them."""
     errors: list[BaseException] = []
     for hook in hooks:
         try:
             hook()
+        # KeyboardInterrupt too: the other hooks must still release what they hold.
         except BaseException as error:
             logger.error(f"{name} raised {type(error).__name__}: {error}", exc_info=error)
             errors.append(error)
@@ -164,7 +176,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return a hook of the data module, the callbacks and the task, in this order, ready to call."""
+    """Return the hook `name` of data module, callbacks and task, in this order, ready to call without arguments."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
@@ -177,8 +189,9 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 
 
 def _of_stage(hook: Hook, stage: str) -> Hook:
-    """Return a hook with the stage bound, as the keyword `stage` if the hook has it, else by position."""
+    """Return a `setup` or `teardown` hook with its stage bound, as a keyword if the hook accepts one."""
     try:
+        # Users may call the parameter something else, such as `_`.
         inspect.signature(hook).bind(stage=stage)
     except (TypeError, ValueError):
         return partial(hook, stage)

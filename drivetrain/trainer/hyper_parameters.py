@@ -34,7 +34,9 @@ class HyperParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"There is no hyper-parameter {name!r}; known: {', '.join(self) or 'none'}.") from None
+            raise AttributeError(
+                f"There is no hyper-parameter {name!r}. Known are: {', '.join(self) or 'none'}."
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -44,17 +46,27 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Return the arguments of the outermost `__init__` call of `owner` on the call stack of `frame`."""
+    """Return the arguments of an object's running constructors by name, read from the call stack.
+
+    If constructors of a class and its base class have an argument of the same name, the value of the derived class is
+    returned.
+    """
     found: dict[str, Any] = {}
+    # From the base class outwards, so that the derived class's value of an argument wins.
     for constructor in _constructor_frames(frame, owner):
         found.update(_arguments_in(constructor))
     return found
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the outermost constructor, or None if they equal those of its base classes."""
+    """Return the arguments of the derived class's constructor, or None if no base class has a running one.
+
+    None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
+    that a derived class does not pass on to its base class.
+    """
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
+    # Positional varargs have no names under which they could be saved.
     if len(frames) < 2 or (varargs and values.get(varargs)):
         return None
     return _arguments_in(frames[-1])
@@ -69,12 +81,13 @@ def _arguments_in(frame: FrameType) -> dict[str, Any]:
 
 
 def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
-    """Yield the stack frames of an object's constructors, from the innermost outwards."""
+    """Yield the stack frames of an object's running `__init__` methods, the innermost first."""
     current: FrameType | None = frame
     while current is not None:
+        # The first local variable of a method is `self`, whatever it is called.
         first = current.f_code.co_varnames[:1]
         is_own = bool(first) and current.f_locals.get(first[0]) is owner
-        if is_own and current.f_code.co_name == "__post_init__":  # of a dataclass, whose constructor comes next
+        if is_own and current.f_code.co_name == "__post_init__":  # in a dataclass; the next frame is its `__init__`
             current = current.f_back
             continue
         if not is_own or current.f_code.co_name != "__init__":
@@ -86,7 +99,11 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
 def select_hyper_parameters(
     names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
 ) -> dict[str, Any]:
-    """Return the values that `save_hyperparameters(*names)` selects from the constructor's arguments."""
+    """Return the constructor arguments that `save_hyperparameters(*names, ignore=...)` records.
+
+    Raises:
+        ValueError: A name is not an argument of the constructor.
+    """
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
         given = names[0]
@@ -95,14 +112,16 @@ def select_hyper_parameters(
         elif isinstance(given, Mapping):
             chosen = dict(given)
         else:
+            # `save_hyperparameters(config)` with a plain object: record it under the name of its argument, if it is
+            # one, or else record the object's attributes.
             matching = [name for name, value in arguments.items() if value is given]
             chosen = dict.fromkeys(matching[:1], given) or dict(vars(given))
     elif names:
         unknown = [name for name in names if name not in arguments]
         if unknown:
             raise ValueError(
-                f"save_hyperparameters({', '.join(map(repr, names))}): {unknown} are no arguments of the constructor, "
-                f"which has {sorted(arguments)}."
+                f"save_hyperparameters({', '.join(map(repr, names))}): the constructor has no arguments {unknown}. It "
+                f"has {sorted(arguments)}."
             )
         chosen = {name: arguments[name] for name in names}
     else:
@@ -111,12 +130,13 @@ def select_hyper_parameters(
 
 
 def _is_module(name: str, value: Any) -> bool:
-    """Return True, and warn, if a value is a module, which cannot be a hyper-parameter."""
+    """Return True if a value is a module. Also warn that `save_hyperparameters` does not record modules."""
     if not isinstance(value, nn.Module):
         return False
     logger.warning(
-        f"save_hyperparameters() leaves out {name!r}: it is a module, whose weights a checkpoint holds already. Name "
-        f"it in ignore=[{name!r}], and give it again to load_from_checkpoint({name}=...)."
+        f"save_hyperparameters() does not save {name!r}, because it is a module, whose weights are saved in "
+        f"checkpoints anyway. Use ignore=[{name!r}] to avoid this warning. Pass the module again when you load the "
+        f"checkpoint: load_from_checkpoint({name}=...)."
     )
     return True
 
@@ -126,11 +146,12 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     A CSV file has a header line, and then one line with name and value per hyper-parameter.
     """
-    import yaml  # no run needs it
+    import yaml  # here, because no run needs it
 
     file = Path(path)
     try:
         if file.suffix == ".csv" and file.is_file():
+            # The first row is the header.
             rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))[1:]
             return {name: load_yaml(value) for name, value, *_ in rows}
         found = load_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -138,15 +159,20 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"hparams_file={os.fspath(path)!r} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"hparams_file={os.fspath(path)!r} is no YAML file of names and values, nor a CSV file of them."
+            f"hparams_file={os.fspath(path)!r} is not a YAML or CSV file with the names and values of hyper-parameters."
         )
     return dict(found)
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """Return the saved hyper-parameters that are arguments of a class's constructor."""
+    """Return the saved hyper-parameters that a class's constructor accepts as arguments.
+
+    If the constructor has an argument called `name`, and no hyper-parameter has this name, all hyper-parameters are
+    returned as this one argument. This restores objects that called `save_hyperparameters(config)`.
+    """
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     takes_all = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    # The constructor takes all hyper-parameters as one argument, such as `hparams`.
     if name is not None and name in parameters and name not in (*saved, *takes_all):
         return {name: HyperParameters(saved)}
     return {each: value for each, value in saved.items() if takes_all or each in parameters}
@@ -159,29 +185,33 @@ def made_of(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create an object of a class from saved hyper-parameters."""
+    """Create a task or data module from its saved hyper-parameters.
+
+    `overrides` replace saved values. Hyper-parameters of a command line may describe objects to create, which requires
+    `instantiate=True`.
+    """
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
         return kind.construct_with({**arguments_for(kind, saved, name), **overrides})
     if not str(instantiator).endswith(".cli.instantiate_module"):
         raise CheckpointError(
-            f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them. Only what a command line "
-            "has left is made again, which names drivetrain.trainer.cli.instantiate_module. Give all arguments of the "
-            "constructor, and hparams_file= of a YAML file with none."
+            f"The {kind.__name__} in this checkpoint was created by {instantiator!r}, which is not called. Only "
+            "objects of a TrainerCLI can be created again (drivetrain.trainer.cli.instantiate_module). Pass all "
+            "arguments of the constructor yourself, and hparams_file= with a YAML file that contains only {}."
         )
-    # The name is compared, never imported: another tool's command line leaves the same entries under its own path.
-    from drivetrain.trainer.cli.instantiation import make_again  # few runs began on a command line
+    # The name is compared, never imported. Command lines of other tools store the same entries with another path.
+    from drivetrain.trainer.cli.instantiation import make_again  # here, because few runs use a command line
 
     return make_again(kind, saved, overrides, instantiate)
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove modules from hyper-parameters. A checkpoint stores their weights already."""
+    """Return a copy of the hyper-parameters without modules, whose weights a checkpoint stores anyway."""
     return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value is a number, a string, None, or a list or dict of such values."""
+    """Return True if a value is a number, a string, None, or a list, tuple or dict of such values."""
     if isinstance(value, Mapping):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list | tuple):
@@ -193,16 +223,20 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Convert hyper-parameters to values that a checkpoint can store, keeping their types.
+    """Convert hyper-parameters to types that a checkpoint can store, such as numbers, strings and dicts.
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
+    With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
+
+    Raises:
+        CheckpointError: A value cannot be stored.
     """
     changed: list[str] = []
     found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
     if changed:
         logger.warning_once(
-            f"Hyper-parameters come back from a checkpoint as plain values: {', '.join(changed)}. Convert them in the "
-            "constructor, or give the objects again to load_from_checkpoint."
+            f"These hyper-parameters are loaded from a checkpoint as plain values: {', '.join(changed)}. Convert them "
+            "in the constructor, or pass the objects again to load_from_checkpoint."
         )
     return found
 
@@ -212,6 +246,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
         return _storable(item, f"{place}.{key}" if place else str(key), changed, keeps_objects)
 
     kind = type(value)
+    # Exact types only: a class derived from `dict` would come back as something else.
     if kind in _KEPT:
         keys = {key: key if keeps_objects else _storable(key, place, changed, False) for key in value}
         return {kept: inside(value[key], key) for key, kept in keys.items()}
@@ -223,10 +258,11 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
     if content is not None:
         changed.append(f"{place} ({kind.__name__})")
         return _storable(content, place, changed, keeps_objects)
+    # `bool` first, because it is a subclass of `int`. NumPy's float64 is a float, for example.
     for base in (bool, int, float, str):
         if isinstance(value, base):
             return base(value)
-    from drivetrain.checkpoint import packed  # it imports DTensor, for which a second is too long at the start
+    from drivetrain.checkpoint import packed  # here, because it imports DTensor, which takes a second
 
     try:
         packed({place: value})
@@ -234,14 +270,15 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
         name = place.split(".")[0]
         raise CheckpointError(
             f"The hyper-parameter {place!r} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
-            f"hold: it takes tensors, numbers, text, and lists, tuples, sets and dicts of them. Leave it out, "
-            f"save_hyperparameters(ignore=[{name!r}]), and give it again to load_from_checkpoint({name}=...)."
+            "store. Allowed are tensors, numbers, strings, and lists, tuples, sets and dicts of them. Leave it out "
+            f"with save_hyperparameters(ignore=[{name!r}]), and pass it again when you load: "
+            f"load_from_checkpoint({name}=...)."
         ) from None
     return value
 
 
 def _content_of(value: Any) -> Any:
-    """Return the plain content of an enum, dataclass, namespace, pydantic model or mapping, else None."""
+    """Convert an enum, dataclass, namespace, pydantic model or container to built-in types, else return None."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -258,11 +295,14 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Base class that records constructor arguments as hyper-parameters, even before its own constructor has run."""
+    """Base class of tasks and data modules that records constructor arguments in `hparams`.
+
+    `save_hyperparameters` may be called before `super().__init__()`.
+    """
 
     @classmethod
     def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
-        """Create an object when a checkpoint is loaded. Override it to change how.
+        """Create the object that `load_from_checkpoint` returns. Override it to change how it is created.
 
         Args:
             arguments: The saved hyper-parameters that the constructor accepts, and the arguments of
@@ -271,7 +311,7 @@ class HoldsHyperParameters:
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add arguments to `hparams`. Modules are left out with a warning.
+        """Add the arguments that `save_hyperparameters` selected to `hparams`. Warn about modules and skip them.
 
         Args:
             chosen: The arguments that `save_hyperparameters` selected.
@@ -280,18 +320,19 @@ class HoldsHyperParameters:
 
     @property
     def hparams(self) -> HyperParameters:
-        """The hyper-parameters that `save_hyperparameters` recorded."""
+        """The hyper-parameters that `save_hyperparameters` recorded, as a dict with attribute access."""
+        # In `__dict__`, because `nn.Module.__setattr__` fails before `nn.Module.__init__` has run.
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """A copy of the hyper-parameters as they were when they were recorded."""
+        """A copy of the hyper-parameters as `save_hyperparameters` recorded them, without later changes."""
         return HyperParameters(self.__dict__.get("_hparams_initial", {}))
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Record the constructor's arguments for trackers and checkpoints. Call it in `__init__`.
+        """Record the constructor's arguments in `hparams`, for trackers and checkpoints. Call it in `__init__`.
 
         It may be called before `super().__init__()`, in a dataclass's `__post_init__`, and by a class and its base
         classes. Names that one of them ignores are removed. Modules are left out with a warning.
@@ -305,10 +346,11 @@ class HoldsHyperParameters:
         """
         if frame is None:
             current = inspect.currentframe()
-            frame = current and current.f_back and current.f_back.f_back  # past known_keywords
+            frame = current and current.f_back and current.f_back.f_back  # skips the wrapper of known_keywords
         given = given_hyper_parameters(self)
         if given is not None:
             arguments = dict(given)
+            # Without this entry, the configuration would be read as plain arguments when it is loaded.
             args = (*args, INSTANTIATOR) if args and INSTANTIATOR in given else args
         else:
             arguments = constructor_arguments(frame, self) if frame is not None else {}
@@ -316,12 +358,14 @@ class HoldsHyperParameters:
             if outermost is not None:
                 self.__dict__["_constructor_arguments"] = outermost
         self.keep_hyper_parameters(select_hyper_parameters(args, arguments, ignore))
+        # A base class may have recorded an argument that the derived class ignores.
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)
             self.__dict__.get("_constructor_arguments", {}).pop(name, None)
         self.__dict__["_log_hyperparams"] = logger
         self.__dict__["_hparams_initial"] = dict(self.hparams)
         if len(args) == 1 and isinstance(args[0], Mapping | Namespace):
+            # So that loading can pass the values as this one argument again.
             names = [name for name, value in arguments.items() if value is args[0]]
             self.__dict__["_hparams_name"] = names[0] if names else None
 
@@ -329,11 +373,12 @@ class HoldsHyperParameters:
 def hyper_parameters_to_save(
     owner: HoldsHyperParameters | None, keeps_objects: bool, without_secrets: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return the checkpoint entries for a task's or data module's hyper-parameters, without modules and secrets.
+    """Return the checkpoint entries that store the hyper-parameters of a task or data module.
 
-    `hparams_constructor` is None unless a derived class passes other arguments to its base. Then it lists the derived
-    constructor's argument names, and the values that differ from the hyper-parameters of the same names. Plain
-    arguments that are not hyper-parameters are included.
+    Modules are left out, and `without_secrets` removes secrets. The entry `hparams_constructor` is None unless a
+    derived class passes other arguments to its base class. Then it lists the derived constructor's argument names, and
+    the values that differ from the hyper-parameters of the same names. Plain arguments that are not hyper-parameters
+    are included.
     """
     if owner is None:
         return {"hyper_parameters": {}, "hparams_name": None, "hparams_constructor": None}
@@ -342,13 +387,14 @@ def hyper_parameters_to_save(
     if given is not None:
         initial = owner.__dict__.get("_hparams_initial", {})
         names = [name for name, value in given.items() if name in hparams or _is_plain(value)]
+        # Hyper-parameters that were changed after they were recorded: the new value is in `hparams`.
         changed = [name for name in names if name in initial and hparams.get(name) is not initial[name]]
         same = [name for name in names if name in initial and initial[name] is given[name]]
         other = {name: given[name] for name in names if name not in (*changed, *same)}
         values = without_secrets(storable(without_modules(other), keeps_objects)) if other else {}
         constructor = {"class": type(owner).__qualname__, "names": names, "values": values}
     kept: dict[str, Any] = {}
-    if hparams:  # without modules, whose weights a checkpoint holds already
+    if hparams:  # without modules, whose weights are saved anyway
         kept = without_secrets(storable(hparams if keeps_objects else without_modules(hparams), keeps_objects))
     return {
         "hyper_parameters": kept,
@@ -357,7 +403,7 @@ def hyper_parameters_to_save(
     }
 
 
-# Building a task or a data module from a checkpoint, whichever tool wrote it
+# Creation of a task or data module from a checkpoint
 
 
 def build(
@@ -368,7 +414,11 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create an object from the hyper-parameters in a checkpoint."""
+    """Create a task or data module from the hyper-parameters in a checkpoint, or in `hparams_file` if given.
+
+    `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
+    `overrides` are constructor arguments that replace saved ones.
+    """
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     constructor = driver.get(entry.replace("hyper_parameters", "hparams_constructor"))
@@ -379,15 +429,16 @@ def build(
     arguments = arguments_for(kind, saved, whole)
     if whole not in arguments or whole in saved:
         return made_of(kind, saved, whole, overrides, instantiate)
+    # Overrides that are no arguments of the constructor replace single entries of the dict.
     own = arguments_for(kind, overrides)
     arguments[whole].update({name: value for name, value in overrides.items() if name not in own})
     return made_of(kind, arguments, None, own, instantiate)
 
 
-# A checkpoint as the hooks of tasks and callbacks see it, and back
+# Conversion between a checkpoint and the dict that hooks receive
 
 
-# what hooks see of the engine's part, by the name that they use -> the engine's name
+# name of an entry in checkpoint hooks -> name in the engine's part of the checkpoint
 _ENGINE = {
     "optimizer_states": "optimizers",
     "lr_schedulers": "schedulers",
@@ -413,14 +464,15 @@ ENTRIES = (
     "hooks",
     LOSS_IS_FINITE,
 )
-"""The names of what a Trainer adds to the state of a run."""
+"""Names of the entries that a Trainer adds to a checkpoint."""
 
 
 @contextmanager
 def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Present a checkpoint as one dict with the keys that `on_save_checkpoint` and `on_load_checkpoint` expect.
+    """Yield a checkpoint as one dict, in the layout that checkpoint hooks of tasks and callbacks expect.
 
-    Changes that hooks make are written back to the engine's part and the Trainer's entries.
+    The hooks are `on_save_checkpoint` and `on_load_checkpoint`. After the `with` block, changes that hooks made are
+    written back to the engine's part and the Trainer's entries.
     """
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
@@ -429,15 +481,20 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
     state |= {name: engine[place] for name, place in _ENGINE.items() if place in engine}
     state |= {**entries, **entries.get("hooks", {})}
     yield state
+    # Hooks may have replaced whole entries, so each one is read back by name.
     if "state_dict" in state:
         engine["models"][number] = state["state_dict"]
     engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
     known = {"epoch", "global_step", "state_dict", *_ENGINE, *ENTRIES}
     entries.clear()
     entries.update({name: state[name] for name in ENTRIES if name in state})
+    # Entries that hooks added go to a place of their own and cannot clash with the Trainer's.
     entries["hooks"] = {name: value for name, value in state.items() if name not in known}
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return a data module's state in a checkpoint. A `.ckpt` file stores it under the name of its class."""
+    """Return a data module's saved state from a checkpoint's entries, or None if there is none.
+
+    A `.ckpt` file stores the state under the name of the data module's class.
+    """
     return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)

@@ -15,12 +15,13 @@ from drivetrain.trainer.task import Task
 
 
 class MegatronTask(Task):
-    """A task whose model is built from megatron-core's layers; `strategy=Megatron(...)` runs it.
+    """Task whose model is built from megatron-core's layers and runs with `strategy=Megatron(...)`.
 
-    Override `transformer_config`, `model_provider` and `configure_optimizers`; `forward_step` and `loss_func` as they
-    are take the batches of a language model: dicts of `tokens` and `labels`, each of rows and positions, with
-    `loss_mask`, `position_ids` and `attention_mask` where they are not the usual ones. All have the signatures of
-    Megatron-LM's `pretrain`, so what was written for that can be moved here.
+    Override `transformer_config`, `model_provider` and `configure_optimizers`. All methods have the signatures of
+    Megatron-LM's `pretrain`, so that code for it can be reused.
+
+    By default, `forward_step` and `loss_func` expect the batches of a language model. These are dicts with `tokens` and
+    `labels` of shape (rows, positions), and optionally `loss_mask`, `position_ids` and `attention_mask`.
 
     Attributes:
         chunks: The parts of the model that this process holds.
@@ -47,41 +48,45 @@ class MegatronTask(Task):
 
     def __init__(self) -> None:
         super().__init__()
+        # Not registered as submodules: `self.model` has them, and names in the state dict would double.
         self.__dict__["chunks"] = []
 
     chunks: list[nn.Module]
 
-    # what a task gives
+    # methods to override
 
     def transformer_config(self) -> Any:
-        """Return the model's `TransformerConfig`. The strategy sets parallel sizes and dtypes in it."""
+        """Return megatron-core's configuration of the model, without parallel sizes and dtypes.
+
+        The strategy sets parallel sizes and dtypes in the returned `TransformerConfig`.
+        """
         raise ConfigurationError(
-            f"{type(self).__name__} has no transformer_config; override it, such as with `return "
+            f"{type(self).__name__} does not define transformer_config. Override it, for example with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
         )
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Build one part of the model.
+        """Build the part of the model that belongs to one pipeline stage.
 
         Args:
-            pre_process: Whether it has the embeddings.
-            post_process: Whether it computes the output.
-            vp_stage: Which of the parts of this process it is, where stages are interleaved.
-            config: What `transformer_config` returned, filled in.
+            pre_process: True if this part contains the embeddings.
+            post_process: True if this part computes the output.
+            vp_stage: The index of the part on this process with interleaved pipeline stages, else None.
+            config: The result of `transformer_config`, completed by the strategy.
 
         Returns:
             A model of megatron-core, such as a `GPTModel`.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no model_provider; override it, such as with `return GPTModel(config, "
-            "get_gpt_layer_local_spec(), vocab_size=..., max_sequence_length=..., pre_process=pre_process, "
-            "post_process=post_process, vp_stage=vp_stage)`.",
+            f"{type(self).__name__} does not define model_provider. Override it, for example with `return "
+            "GPTModel(config, get_gpt_layer_local_spec(), vocab_size=..., max_sequence_length=..., "
+            "pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)`.",
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one model chunk on the next batch.
+        """Run one part of the model (chunk) on the next micro-batch.
 
         Args:
             data_iterator: Iterator that returns the batch.
@@ -91,12 +96,13 @@ class MegatronTask(Task):
             The chunk's output, and a function that computes the loss from it.
         """
         batch = self._on_this_process(next(data_iterator))
+        # With labels, GPTModel returns the loss of each position, else logits.
         labels = batch.get("labels")
         output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
         return output, partial(self.loss_func, batch.get("loss_mask"))
 
     def loss_func(self, loss_mask: Tensor | None, output_tensor: Tensor) -> Any:
-        """Compute the loss of a batch.
+        """Compute the loss of a batch from the loss of each position.
 
         Args:
             loss_mask: The weight of each position, of shape (rows, positions). None means 1.
@@ -109,6 +115,7 @@ class MegatronTask(Task):
         """
         losses = output_tensor.float()
         mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
+        # Sum and weight, so that averages over micro-batches and ranks weigh every token equally.
         total, tokens = (losses * mask).sum(), mask.sum()
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
@@ -120,17 +127,18 @@ class MegatronTask(Task):
         """
         return shape_of(batch)
 
-    # what runs it
+    # methods that run the model
 
     def configure_model(self) -> None:
-        """Create the model chunks of this process."""
         if self.chunks:
             return
         self.__dict__["chunks"] = chunks = self._megatron().build(self)
         self.model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
     def run_model(self, batch: Any) -> tuple[Tensor, Any]:
-        """Run the model on a batch within a step. Only the process with the last stage returns.
+        """Run the whole model on a batch, within `training_step` or another step.
+
+        Only the process with the last pipeline stage continues after this call. On other processes, the step ends here.
 
         Args:
             batch: A batch of the loader.
@@ -141,7 +149,7 @@ class MegatronTask(Task):
         return self._megatron().run(self, batch)
 
     def log_loss(self, batch: Any, prefix: str = "") -> Any:
-        """Run the model on a batch within a step, and log the values of the loss function.
+        """Run the model on a batch within a step, log the values of `loss_func`, and return the loss.
 
         Args:
             batch: A batch of the loader.
@@ -162,10 +170,12 @@ class MegatronTask(Task):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the logits of a batch, of shape (rows, positions, vocabulary)."""
+        # Without labels the model returns logits, split over the vocabulary by tensor parallelism.
         logits, _ = self.run_model({key: value for key, value in batch.items() if key != "labels"})
         return self._megatron().whole_vocabulary(logits)
 
     def _on_this_process(self, batch: dict[str, Any]) -> dict[str, Any]:
+        # Positions are numbered before the sequence is split over ranks.
         if "position_ids" not in batch:
             tokens = batch["tokens"]
             batch = {**batch, "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
@@ -173,11 +183,12 @@ class MegatronTask(Task):
 
     def _megatron(self) -> MegatronRuntime:
         strategy = self.trainer.strategy
+        # Other strategies have no runtime.
         found: MegatronRuntime | None = getattr(strategy, "runtime", None)
         if found is None:
             raise ConfigurationError(
-                f"{type(self).__name__} is a MegatronTask, whose model strategy='megatron' builds and runs, but the "
-                f"strategy is {strategy!r}. Use Trainer(strategy=Megatron(...)), also on one process.",
+                f"{type(self).__name__} is a MegatronTask, which only the strategy 'megatron' can run, but the Trainer "
+                f"uses {strategy!r}. Use Trainer(strategy=Megatron(...)), even with a single process.",
                 see="megatron.md",
             )
         return found

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers), or of a list and one scheduler; "
     "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
-    "by name; or None to train without one, or by hand"
+    "by name; or None to train without an optimizer or to update parameters yourself"
 )
 
 
@@ -59,12 +59,14 @@ class SchedulerConfig:
                 f"The \"interval\" key in lr scheduler dict must be 'epoch' or 'step', got {self.interval!r}."
                 f"{nearest(str(self.interval), ('epoch', 'step'))}",
             )
+        # A duration has its own unit and replaces `interval`.
         if isinstance(self.frequency, str | Duration):
             self._read_frequency(self.frequency)
         elif not isinstance(self.frequency, int) or self.frequency < 1:
             raise ConfigurationError(
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
+        # Torch's class takes a value in `step`; other classes must say so with the key.
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
             warnings.warn(
@@ -75,12 +77,11 @@ class SchedulerConfig:
             )
 
     def _read_frequency(self, given: str | Duration) -> None:
-        """Convert a duration to an interval and a frequency."""
         frequency = interval_of(given, "frequency")
         if isinstance(frequency, Duration) and frequency.unit is Unit.SECONDS:
             raise ConfigurationError(
-                f"A scheduler's frequency cannot be a time, as {given!r} is: learning rates would differ from run to "
-                "run. Give steps, epochs, samples, tokens or a part of the run.",
+                f"The frequency of a scheduler cannot be a time such as {given!r}, because learning rates would differ "
+                "between runs. Use steps, epochs, samples, tokens or a fraction of the run.",
             )
         self.interval = "step"
         self.frequency = frequency
@@ -93,29 +94,36 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the optimizers' names in the result of `configure_optimizers`, or an empty tuple if it has none."""
+    """Return the names of optimizers that `configure_optimizers` returned in a dict, else an empty tuple.
+
+    Raises:
+        ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
+    """
+    # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
     kinds = [
         isinstance(each, Optimizer) or (isinstance(each, Mapping) and "optimizer" in each)
         for each in configured.values()
     ]
+    # A name close to a key, such as 'optimiser', is more likely a misspelled key, which the parser reports.
     if not all(kinds) or any(nearest(str(name), _KEYS) for name in configured):
         return ()
     for name in configured:
         if not isinstance(name, str) or name in ("loss", "weight"):
             raise ConfigurationError(
-                f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
-                "'loss' and 'weight', which mean a single loss.",
+                f"configure_optimizers returned an optimizer with the name {name!r}. Names must be strings other than "
+                "'loss' and 'weight', which training_step uses to return a single loss.",
             )
+    # By id, because tensors compare element by element.
     owners: dict[int, str] = {}
     for name, item in configured.items():
         for group in (item if isinstance(item, Optimizer) else item["optimizer"]).param_groups:
             for parameter in group["params"]:
                 if owners.setdefault(id(parameter), name) != name:
                     raise ConfigurationError(
-                        f"The optimizers {owners[id(parameter)]!r} and {name!r} hold the same parameter, so it would "
-                        "be stepped twice. Give each parameter to one of them.",
+                        f"The optimizers {owners[id(parameter)]!r} and {name!r} have a parameter in common, which "
+                        "would be updated twice in each step. Pass each parameter to only one of them.",
                     )
     return tuple(configured)
 
@@ -123,7 +131,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Parse the result of `configure_optimizers` into optimizers and scheduler configurations.
+    """Split the result of `configure_optimizers` into a list of optimizers and a list of scheduler settings.
 
     Args:
         configured: The result.
@@ -139,10 +147,11 @@ def parse_configured_optimizers(
             )
         if config.reduce_on_plateau and config.monitor is None and not by_hand:
             raise ConfigurationError(
-                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
-                "logged value to watch. Return "
+                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the name "
+                "of a logged value. For example, return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}.",
             )
+        # A scheduler of another optimizer would step without any effect on training.
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
             raise ConfigurationError(
@@ -157,6 +166,7 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
         return [], []
     if isinstance(configured, Optimizer):
         return _checked([configured]), []
+    # Before the general case, since both are mappings.
     if names_of(configured):
         items = [{"optimizer": each} if isinstance(each, Optimizer) else each for each in configured.values()]
         return _from_dicts(items, config)
@@ -168,6 +178,7 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
             return _checked(items), []
         if all(isinstance(item, Mapping) for item in items):
             return _from_dicts(items, config)
+        # The usual pair `return [optimizer], [scheduler]`.
         if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple):
             return _checked(list(items[0])), [config(item) for item in items[1]]
         if len(items) == 2 and isinstance(items[0], list | tuple) and _may_be_scheduler(items[1]):
@@ -194,8 +205,8 @@ def _from_dicts(
         for key in item:
             if key not in allowed:
                 raise ConfigurationError(
-                    f"configure_optimizers returned a dict with the key {key!r}; "
-                    f"allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}",
+                    f"configure_optimizers returned a dict with the unknown key {key!r}. "
+                    f"Allowed keys: {', '.join(allowed)}.{nearest(str(key), allowed)}",
                 )
         if "optimizer" not in item:
             raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.")
@@ -206,11 +217,11 @@ def _from_dicts(
 
 
 SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.init)
-"""The keys that a scheduler's dict may have."""
+"""Allowed keys in the dict of a scheduler."""
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Parse one scheduler entry of the result of `configure_optimizers`."""
+    """Create a `SchedulerConfig` from a scheduler, or from the dict that describes it in `configure_optimizers`."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
@@ -218,21 +229,22 @@ def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False)
     unknown = sorted(str(key) for key in item if key not in SCHEDULER_KEYS)
     if unknown:
         raise ConfigurationError(
-            f"A scheduler's dict has the key {unknown[0]!r}; allowed: {', '.join(SCHEDULER_KEYS)}."
+            f"The dict of a scheduler has the unknown key {unknown[0]!r}. Allowed keys: {', '.join(SCHEDULER_KEYS)}."
             f"{nearest(unknown[0], SCHEDULER_KEYS)}",
         )
     without_effect = [key for key in item if key in _OF_AUTOMATIC_STEPS]
     if by_hand and without_effect:
         warnings.warn(
-            f"The lr scheduler dict contains the key(s) {without_effect}, but the keys will be ignored: who optimizes "
-            "by hand steps schedulers by hand.",
+            f"The lr scheduler dict contains the key(s) {without_effect}, but the keys will be ignored: with "
+            "automatic_optimization = False, you step schedulers yourself in training_step.",
             RuntimeWarning,
             stacklevel=2,
         )
     if "scheduler" not in item:
         raise ConfigurationError(
-            "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
+            'The lr scheduler dict must have the key "scheduler", with the learning-rate scheduler as its value.',
         )
+    # The scheduler's own monitor wins over that of the optimizer's dict.
     return SchedulerConfig(**{"monitor": monitor, **item})
 
 
@@ -243,10 +255,11 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
                 f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(optimizer)} "
                 f"where an optimizer was expected. Return {_ALLOWED}.",
             )
+        # An optimizer with empty groups would run without changing anything.
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} holds no parameters. Give it the task's: "
-                "torch.optim.SGD(self.parameters(), lr=...).",
+                f"{type(optimizer).__name__} has no parameters to optimize. Pass it the parameters of the task, for "
+                "example torch.optim.SGD(self.parameters(), lr=...).",
             )
     return optimizers
 
@@ -257,11 +270,14 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-# When learning-rate schedulers step: always once per optimizer step or epoch, on any number of processes
+# Stepping of learning-rate schedulers: once per optimizer step or epoch, on any number of processes
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Start counting for schedulers whose interval is in samples, tokens or fractions. Called when training starts."""
+    """Start the counters of schedulers that step after a number of samples, tokens or a share of the run.
+
+    Called when training starts.
+    """
     for config in trainer.lr_scheduler_configs:
         every: Any = config.frequency
         is_counted = isinstance(every, Duration)
@@ -269,7 +285,10 @@ def begin_schedules(trainer: Trainer) -> None:
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers with the interval `"step"`. Called only after a step that was not skipped."""
+    """Step the learning-rate schedulers with `interval="step"` that are due after an optimizer step.
+
+    Not called after a skipped optimizer step.
+    """
     step = trainer.global_step
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
@@ -279,9 +298,13 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers with the interval `"epoch"`."""
+    """Step the learning-rate schedulers with `interval="epoch"` that are due after the current epoch.
+
+    `plateau` selects either schedulers that monitor a value or all others.
+    """
     if trainer.task is None or not trainer.task.automatic_optimization:
-        return  # who optimizes by hand steps schedulers by hand
+        return  # with manual optimization, the task steps schedulers itself
+    # The current epoch is complete, but not yet counted.
     epoch = trainer.current_epoch + 1
     for config in trainer.lr_scheduler_configs:
         if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:  # type: ignore[operator]
@@ -289,7 +312,11 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the epoch schedulers that monitor no value, once per epoch after its last batch."""
+    """Step the epoch schedulers that monitor no value, after the last batch of an epoch.
+
+    The progress records this, so that a run resumed at this point does not step them twice.
+    """
+    # A run resumed from a checkpoint at this point has already stepped them.
     if trainer.progress.phase < Phase.SCHEDULED:
         trainer.progress.phase = Phase.SCHEDULED
         step_epoch_schedulers(trainer, plateau=False)
@@ -308,7 +335,10 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
                     f"{message}. Available metrics are: {', '.join(known) or 'none'}."
                     f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict.",
                 )
-            warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{message} but strict is `False`: the learning rate does not change.", RuntimeWarning, stacklevel=2
+            )
             return
+    # Parameter groups may have been added since the scheduler was created, for example by finetuning.
     cover_new_groups(config.scheduler)
     trainer.task.lr_scheduler_step(config.scheduler, value)

@@ -54,11 +54,12 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         for name in _LIMITS:
             value = getattr(self, name)
+            # 1 means one batch and 1.0 all of them, so the type decides. True is no count.
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             fraction = isinstance(value, float) and 0.0 <= value <= 1.0
             if not (value is None or whole or fraction):
                 raise ConfigurationError(
-                    f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a "
+                    f"`Trainer` was passed invalid value {name}={value!r}. Use a whole number of batches (10), or a "
                     "fraction from 0.0 to 1.0 (0.25).",
                 )
         for name, least in _COUNTS.items():
@@ -68,9 +69,9 @@ class TrainerOptions:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 kind = "an int >= 0" if least == 0 else "an integer"
                 raise ConfigurationError(
-                    f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number."
+                    f"{name}={value!r} is not valid: `{name}` must be a non-negative integer or -1."
                     if least < 0
-                    else f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.",
+                    else f"{name}={value!r} should be {kind}. Use a whole number of at least {least}.",
                 )
         if self.gradient_clip_val is not None or self.gradient_clip_algorithm is not None:
             check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
@@ -80,25 +81,29 @@ class TrainerOptions:
             raise ConfigurationError(
                 f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
                 "should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs "
-                "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too.",
+                "for timedelta) when `check_val_every_n_epoch=None`. Other durations ('1000 steps') are allowed too.",
             )
         if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(
-                f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
-                f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
+                f"on_interrupt={self.on_interrupt!r} is not valid. Use 'raise' to raise KeyboardInterrupt after "
+                "Ctrl-C, once a checkpoint is saved, or 'return' to return from "
+                f"fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
             )
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> TrainerOptions:
-        """Create the options from the Trainer's arguments."""
+        """Create the options from the constructor arguments of a Trainer, and check them."""
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
+        # None has a meaning here: count batches across epochs. So it must not fall back to the default.
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
         if given["fast_dev_run"] < 0:
             raise ConfigurationError(
-                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run.",
+                f"fast_dev_run={given['fast_dev_run']} should be >= 0. It is the number of batches to run of each "
+                "stage.",
             )
         options = cls(**by_unit(chosen))
+        # The default of 1000 epochs would end a run with another limit too early.
         if given["max_epochs"] is None and options.has_end_without_epochs:
             options = replace(options, max_epochs=-1)
         if given["barebones"]:
@@ -106,7 +111,6 @@ class TrainerOptions:
         return options._for_development(int(given["fast_dev_run"])) if given["fast_dev_run"] else options
 
     def _for_development(self, runs: int) -> TrainerOptions:
-        """Return the options limited to this many batches of each stage."""
         limits = dict.fromkeys(_LIMITS[:4], runs)
         return replace(
             self,
@@ -122,13 +126,13 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """True if the run has another limit than a number of epochs."""
+        """True if steps, samples, tokens or time limit the run, so that it needs no maximum of epochs."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
     @property
     def is_quiet(self) -> bool:
-        """True if the run writes no trackers and no checkpoints."""
+        """True if the run writes neither to trackers nor checkpoints: `fast_dev_run` or `barebones`."""
         return bool(self.fast_dev_run) or self.barebones
 
 
@@ -147,7 +151,7 @@ _COUNTS = {
 
 
 class Option(Generic[T]):
-    """Descriptor for an attribute of the Trainer that is an option. Assigned values are checked."""
+    """Descriptor that makes an option an attribute of the Trainer and checks assigned values."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -159,6 +163,7 @@ class Option(Generic[T]):
     def __get__(self, trainer: OptionAttributes | None, owner: type) -> Option[T] | T:
         if trainer is None:
             return self
+        # Options are immutable. An assignment replaces all of them and checks each again.
         value: T = getattr(trainer.options, self._name)
         return value
 
@@ -167,7 +172,7 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """The Trainer's options as attributes."""
+    """Attributes of the Trainer that read and change its options, such as `trainer.max_epochs`."""
 
     options: TrainerOptions
 
@@ -201,12 +206,15 @@ class OptionAttributes:
 
     @property
     def validates_whole_epochs(self) -> bool:
-        """True if `fit` validates at epoch ends. An interval of 1.0 means an epoch, and 1 means every batch."""
+        """True if `fit` validates only at the end of epochs.
+
+        A `val_check_interval` of 1.0 means an epoch, and 1 means every batch.
+        """
         interval = self.val_check_interval
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change several options. Each is checked and takes effect immediately.
+        """Change one or several options of the Trainer. New values are checked and take effect immediately.
 
         Args:
             **changed: New values by option name.
@@ -228,8 +236,9 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
         raise ArgumentTypeError(
             f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
         )
+    # NaN is not below 0, so it needs its own check.
     if value is not None and (math.isnan(value) or value < 0):
-        raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
+        raise ConfigurationError(f"gradient_clip_val={value!r} is not valid. Use a number of at least 0, or None.")
 
 
 def check_validation_interval(interval: Any) -> None:
@@ -240,7 +249,7 @@ def check_validation_interval(interval: Any) -> None:
     fraction = isinstance(interval, float) and 0.0 < interval <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
+            f"`Trainer` was passed invalid value val_check_interval={interval!r}. Use a whole number of batches, a "
             "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min').",
         )
 
@@ -249,7 +258,9 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options with durations to the options that count in the duration's unit.
+    """Move each duration to the option that counts in its unit, such as `max_steps` for `"500 steps"`.
+
+    Returns a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
 
     `max_duration` keeps only samples and tokens, which no other option counts.
     """
@@ -266,15 +277,18 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
     if limit is not None:
         limit = Duration.of(limit, "max_duration")
         assert limit is not None
+        # Unit.RUN is a fraction of the run.
         if limit.unit is Unit.RUN:
             raise ConfigurationError(
-                f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "
+                f"max_duration={given['max_duration']!r} is a fraction of the run, so it cannot limit the run. Use "
                 "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'.",
             )
+        # Steps, epochs and time have an option of their own; samples and tokens stay here.
         counted = _LIMIT_OF.get(limit.unit)
         if counted is not None and chosen.get(counted) not in (None, -1):
             raise ConfigurationError(
-                f"max_duration={given['max_duration']!r} and {counted}={chosen[counted]!r} limit the same; give one.",
+                f"max_duration={given['max_duration']!r} and {counted}={chosen[counted]!r} limit the same quantity. "
+                "Use only one of them.",
             )
         chosen["max_duration"] = limit if counted is None else None
         if counted is not None:
@@ -286,17 +300,18 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Store a validation interval under the option that counts in its unit."""
+    """Set `val_check_interval` or `check_val_every_n_epoch` from a duration, depending on its unit."""
     assert interval is not None
     if not interval.amount:
-        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")
+        raise ConfigurationError(f"val_check_interval={written!r} is not valid. It must be greater than 0.")
     chosen["val_check_interval"] = interval.timedelta if interval.unit is Unit.SECONDS else interval
     if interval.unit is Unit.SECONDS:
         return
+    # 1 is the default, which cannot be told from an explicit 1.
     if chosen.get("check_val_every_n_epoch") not in (None, 1):
         raise ConfigurationError(
-            f"val_check_interval={written!r} counts through all epochs, so check_val_every_n_epoch="
-            f"{chosen['check_val_every_n_epoch']} cannot be given too. Leave one of them out.",
+            f"val_check_interval={written!r} counts across epochs, so it cannot be combined with "
+            f"check_val_every_n_epoch={chosen['check_val_every_n_epoch']}. Leave one of them out.",
         )
     chosen["check_val_every_n_epoch"] = None
     if interval.unit is Unit.EPOCHS:

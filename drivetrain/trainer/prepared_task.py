@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """Task of a Trainer's run: setup, placement and teardown.
+    """Task of a Trainer's run, with its data module, prepared model, optimizers and hooks.
 
     Attributes:
         trainer: The Trainer.
@@ -66,18 +66,19 @@ class TaskRun:
     stage: Stage | None = None
     checkpoint_path: str | None = None
     sources: dict[Stage, LoaderSource] = field(default_factory=dict)
-    _fitted: nn.Module | None = None  # what the engine has prepared for the last fit
-    _error: BaseException | None = None  # what has ended the run
+    _fitted: nn.Module | None = None  # the model that the last fit prepared
+    _error: BaseException | None = None  # the exception that ended the run
     _restore_metrics: Callable[[], None] | None = None
 
-    # before and after
+    # beginning and end of a run
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
-        """Attach a task to the Trainer for a run."""
+        """Connect a task and its data to the Trainer when a run begins, and reset the values of the last run."""
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
         self.stage, self.checkpoint_path = stage, None
+        # Before anything else runs: hooks and loaders may use `self.trainer`.
         task.trainer = self.trainer
         if data is not None:
             data.trainer = self.trainer
@@ -88,13 +89,14 @@ class TaskRun:
         self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
-        """Store the task and data module of a verb, for later verbs that are given none."""
+        """Store a task and data module, for example for a later `validate` that is called without a task."""
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
-        """Find the hooks, prepare the data, and call all `setup` hooks."""
+        """Find the overridden hooks, prepare the data on one process per machine, and call all `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
+        # Before hooks are looked up, because it may replace callbacks.
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
             let_log(callback, task)
@@ -106,13 +108,18 @@ class TaskRun:
             if trainer.accelerator.is_local_main_process:
                 for owner in owners:
                     actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
+            # No process reads the data before it is complete.
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+        # Ranks that process equal batches, as in tensor parallelism, would count samples several times.
         self._restore_metrics = count_once(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Use only these callbacks and the task for hooks in the body, and step no schedulers."""
+        """Call only hooks of these callbacks and the task in the `with` block, and step no schedulers.
+
+        Searches use this for their trial steps.
+        """
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
@@ -123,7 +130,7 @@ class TaskRun:
             self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers = before
 
     def tear_down(self, task: Task, stage: Stage) -> None:
-        """Call all `teardown` hooks, and release the engine's objects and the loaders."""
+        """End a run: call all `teardown` hooks, end the trackers' runs, and release the data loaders."""
         trainer, engine = self.trainer, self.trainer.accelerator
         trainer.logged.enter(NOWHERE)
         engine.optimizer_step.drive(StepHooks())
@@ -132,6 +139,7 @@ class TaskRun:
         try:
             call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
         except BaseException as raised:
+            # The error that ended the run is the cause; an error of a teardown hook often follows from it.
             self._error = self._error or raised
             raise
         finally:
@@ -141,6 +149,7 @@ class TaskRun:
                 let_log(callback, None)
             error, self._error = self._error, None
             trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
+            # Saves outside of the run describe the current state again.
             engine.run_state.moment = Moment
             if trainer.loop is not None:
                 trainer.loop.forget_loaders()
@@ -160,10 +169,10 @@ class TaskRun:
             hooks.append(partial(self.datamodule.on_exception, error))
         call_all("on_exception", hooks)
 
-    # on the hardware
+    # preparation for devices and processes
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Call the task's `configure_optimizers`. Returns the optimizers to pass to `place`."""
+        """Call the task's `configure_optimizers`, store its schedulers, and return its optimizers."""
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
@@ -173,11 +182,12 @@ class TaskRun:
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
             logger.warning(
-                f"{type(task).__name__}.configure_optimizers returned none, so this fit will run with no optimizer: "
-                "losses and gradients are computed, and no parameter changes. If that is not intended, return an "
-                "optimizer, or set automatic_optimization = False to train by hand."
+                f"{type(task).__name__}.configure_optimizers returned None, so this fit will run with no optimizer: "
+                "losses and gradients are computed, but parameters do not change. If this is not intended, return an "
+                "optimizer, or set automatic_optimization = False to update parameters yourself."
             )
-        # A task that optimizes by hand steps its schedulers by hand, too.
+        # With manual optimization, the task steps its schedulers itself.
+        # Known once, so that a step without schedulers does not have to look for them.
         by_step = any(config.interval == "step" for config in self.schedulers)
         self.steps_schedulers = task.automatic_optimization and by_step
         by_epoch = any(config.interval == "epoch" and not config.reduce_on_plateau for config in self.schedulers)
@@ -185,25 +195,33 @@ class TaskRun:
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
-        """Prepare the task with its optimizers and schedulers, replacing those of an earlier `fit`."""
+        """Prepare the task, its optimizers and schedulers for training, and return the prepared model.
+
+        They replace those of an earlier `fit`.
+        """
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
+        # Otherwise the engine would keep the last fit's model and optimizers in memory and in checkpoints.
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
         for known in before:
-            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
+            engine.unwrap_model(known, keep_fp32_wrapper=False)  # steps enter autocast themselves
             engine.prepared.forget_model(known)
         by_hand = not task.automatic_optimization
+        # The strategy wraps `training_step` rather than `forward`, so that DDP's hooks see the whole step.
         wrapped = StepModule(task, by_hand, several_losses=bool(self.optimizer_names) and not by_hand)
+        # Model and optimizers together: sharding strategies replace parameters, in the optimizers as well.
         prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
         model: nn.Module
         model, *self.optimizers = prepared
         self.model = self._fitted = model
         for config in self.schedulers:
+            # One step per call: the number of processes must not change a schedule.
             engine.prepare_scheduler(config.scheduler, steps_per_call=1)
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
-        """Prepare the task without optimizers, unless `fit` has already prepared it."""
+        """Prepare the task without optimizers, unless `fit` has prepared it, and return the prepared model."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
+        # After `fit`, its prepared model is used.
         if self.model is None or strategy.unwrap(self.model) is not task:
             with engine.precision.init_context(), strategy.init_context():
                 task.configure_model()

@@ -55,7 +55,11 @@ def make_accelerator(
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
-    """Return the given Accelerator, or create one after starting missing processes."""
+    """Create the `Accelerator` of a Trainer, or return the given one, after starting missing processes.
+
+    If the script runs without a launcher and needs several processes, it is restarted under one.
+    """
+    # An existing engine has its devices and strategy already, so the Trainer cannot choose them.
     if isinstance(accelerator, Accelerator):
         changed = [
             name
@@ -70,15 +74,15 @@ def make_accelerator(
         ]
         if changed:
             raise ConfigurationError(
-                f"Trainer(accelerator=<Accelerator>) runs on what that Accelerator is, so {', '.join(changed)} cannot "
-                "be given too. Give them to the Accelerator.",
+                f"Trainer(accelerator=<Accelerator>) uses the settings of that Accelerator, so {', '.join(changed)} "
+                "cannot be passed to the Trainer. Pass them to the Accelerator.",
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     count, numbers = _chosen_devices(devices)
     if numbers and (kind or detect_device_kind()).name == "cpu" and sorted(numbers) != list(range(len(numbers))):
         raise ConfigurationError(
-            f"devices={devices!r}: the CPU is one device and has no numbers. Give the number of processes: "
+            f"devices={devices!r} is not valid for the CPU, which has no device indices. Use the number of processes: "
             f"devices={len(numbers)}."
         )
     environment = ProcessEnvironment.detect()
@@ -86,17 +90,19 @@ def make_accelerator(
     if spawned is not None:
         strategy, count = _left_to_verbs(environment, spawned, kind, count, numbers, num_nodes)
     starts_later = spawned is not None and strategy is spawned
+    # Does not return in a script that is restarted under the launcher.
     _start_processes(environment, kind, count, numbers, num_nodes)
     if sync_batchnorm and not starts_later:
         _refuse_launched_sharding(strategy)
         strategy = resolve_ddp(strategy, environment, "sync_batchnorm=True", sync_batchnorm=True)
     device = kind.name if kind else None
     if spawned is not None and starts_later and spawned.start_method == "fork":
-        device = "cpu"  # only that survives a fork
+        device = "cpu"  # CUDA cannot be used in a forked process
     elif numbers is not None:
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
     return Accelerator(
         strategy=strategy,
+        # Precisions have names; 16 and 32 are common shorthands.
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate_grad_batches,
         device=device,
@@ -105,22 +111,23 @@ def make_accelerator(
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:
-    """Raise an error if `sync_batchnorm` is combined with another strategy than DDP from the launcher.
+    """Raise an error if `sync_batchnorm=True` meets a strategy other than DDP that the launcher selected.
 
-    Raises:
-        ConfigurationError: The launcher selects another strategy and the script selects none.
+    No error is raised if the script selects a strategy itself.
     """
     launched = Launched().strategy() if strategy == "auto" else None
     if launched is not None:
         raise ConfigurationError(
-            f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
-            f"strategy={launched.name!r}. Launch without it, give Trainer(strategy='ddp'), or leave sync_batchnorm out "
+            f"Trainer(sync_batchnorm=True) works only with strategy='ddp', but the launcher selected "
+            f"strategy={launched.name!r}. Launch without it, use Trainer(strategy='ddp'), or leave sync_batchnorm out "
             "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
         )
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Return the options with the engine's number of micro-batches per step, if the Trainer was given none.
+    """Complete the Trainer's options with the number of micro-batches per step, and check them.
+
+    If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
 
     Args:
         accumulate: The Trainer's `accumulate_grad_batches`.
@@ -130,12 +137,13 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     Raises:
         ConfigurationError: The strategy does not support the options. The message names alternatives.
     """
+    # The launcher passes its options in environment variables.
     launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
         chosen = engine.accumulation.plugin.num_steps
         if chosen != 1 and chosen == launched:
             logger.warning_once(
-                "accumulate_grad_batches=%d: the Trainer was given none, and the launcher was asked for "
+                "The Trainer uses accumulate_grad_batches=%d, because the launcher was started with "
                 "--gradient_accumulation_steps %d.",
                 chosen,
                 chosen,
@@ -143,7 +151,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
         options = replace(options, accumulate_grad_batches=chosen)
     elif launched not in (None, 1, accumulate):
         logger.warning_once(
-            "Trainer(accumulate_grad_batches=%d) counts, not the launcher's --gradient_accumulation_steps %d.",
+            "Trainer(accumulate_grad_batches=%d) replaces the launcher's --gradient_accumulation_steps %d.",
             accumulate,
             launched,
         )
@@ -157,16 +165,19 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     )
     if options.auto_micro_batch and not strategy.repeats_steps:
         raise ConfigurationError(
-            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
-            "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
-            "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
-            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one.",
+            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}, whose processes exchange tensors within "
+            "a step, so that a step cannot be repeated on one of them. It works with strategy='single', and with 'ddp' "
+            "without comm_hook and sync_batchnorm. Otherwise use a smaller batch size, which "
+            "Tuner(trainer).scale_batch_size finds, and a larger accumulate_grad_batches.",
         )
     return options
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
-    """Parse `devices`. Returns the number of processes (`"auto"` or -1 for all), and the device indices or None."""
+    """Parse the argument `devices` into the number of processes and, if given, the indices of their devices.
+
+    The number is `"auto"` or -1 for all devices.
+    """
     if isinstance(devices, str) and "," in devices:
         numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
     elif isinstance(devices, list | tuple):
@@ -174,16 +185,17 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
     else:
         is_number = isinstance(devices, str) and devices.removeprefix("-").isdigit()
         count = int(devices) if is_number else devices
+        # True is an int, but no number of processes.
         if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or (count < 1 and count != -1)):
             raise ConfigurationError(
-                f"devices={count!r}: give the number of processes on this machine, the numbers of its devices "
-                "([0, 1]), -1 for all, or 'auto'.",
+                f"devices={count!r} is not valid. Use the number of processes on this machine, a list of device "
+                "indices ([0, 1]), -1 for all devices, or 'auto'.",
             )
         return count, None
     texts = [str(each) for each in numbers if not isinstance(each, bool)]
     if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
         raise ConfigurationError(
-            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'."
+            f"devices={devices!r} is not valid. Use different device indices, such as [0, 1] or '0,1'."
         )
     return len(texts), [int(each) for each in texts]
 
@@ -196,30 +208,34 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return strategy and number of processes for a Trainer whose verbs start their own processes.
+    """Return strategy and number of processes for `ddp_spawn` and `ddp_fork`, where `fit` starts processes.
 
-    The started processes, launched scripts and single-process runs use the inner strategy directly.
+    This is the case with `ddp_spawn` and `ddp_fork`. Started processes, launched scripts and runs with one process use
+    the inner strategy directly.
     """
     if environment.is_launched:
+        # No warning in processes that a Trainer itself has started.
         if multiprocessing.parent_process() is None:
             logger.warning_once(
-                f"strategy={spawned.name!r}: a launcher ({environment.source}) has started the "
-                "processes of this run, so its verbs start none, and the strategy is 'ddp'."
+                f"The Trainer uses strategy 'ddp' instead of {spawned.name!r}, because a launcher "
+                f"({environment.source}) has already started the processes of this run."
             )
         return spawned.within(), count
     found, wanted = _wanted_processes(kind, count, numbers)
+    # A single process needs no other, and several machines need a launcher on each.
     if num_nodes > 1 or wanted <= 1:
         return spawned.within(), 1 if num_nodes == 1 else count
     from drivetrain.launch.launcher import LaunchPlan
-    from drivetrain.launch.options import LaunchOptions  # here: few Trainers start processes
+    from drivetrain.launch.options import LaunchOptions  # here, because few Trainers start processes
 
-    LaunchPlan.make(LaunchOptions(num_processes=wanted, cpu=found.name == "cpu"))  # refuses what cannot be started
+    # Raises an error now rather than in `fit` if the processes cannot be started.
+    LaunchPlan.make(LaunchOptions(num_processes=wanted, cpu=found.name == "cpu"))
     spawned.num_processes, spawned.kind = wanted, found.name
     return spawned, 1
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the kind of device and the number of processes requested on it."""
+    """Return the kind of device that the run uses, and the number of processes to run on it."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
@@ -240,7 +256,8 @@ def _start_processes(
             )
         if num_nodes not in (1, environment.num_nodes):
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}.",
+                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}. "
+                "Leave num_nodes out, or change the number in the launcher.",
             )
         return
     if num_nodes > 1:
@@ -253,12 +270,13 @@ def _start_processes(
         return
     try:
         relaunch_script(wanted, cpu=found.name == "cpu")
+    # A notebook or REPL has no script to restart. An explicit number of devices must not be ignored.
     except LaunchError:
         if count != "auto":
             raise
         warnings.warn(
             f"This machine has {wanted} {found.name} devices, but an interactive session cannot start processes for "
-            "them, so one is used. drivetrain.notebook_launcher uses them all.",
+            "them, so only one is used. Use drivetrain.notebook_launcher to train on all of them.",
             stacklevel=5,
         )
 
@@ -267,8 +285,9 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
     """Seed all random generators, and set torch's determinism and benchmark switches."""
     if seed is not None:
         set_seed(seed)
+    # Checked before it is used as a truth value, in which any string is True.
     if deterministic not in (None, True, False, "warn"):
-        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
+        raise ConfigurationError(f"deterministic={deterministic!r} is not valid. Use True, False or 'warn'.")
     if deterministic:
         make_deterministic(deterministic)
     if benchmark is not None:
@@ -278,14 +297,16 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 def make_trackers(
     given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """Return the requested trackers, or those of the engine, or else a `CSVLogger`.
+    """Create the experiment trackers from the Trainer's argument `logger`.
 
-    A trial run (`fast_dev_run`) gets a tracker that does nothing, so that hooks that use it still run. A barebones run
-    gets none. A raw loop over the engine logs to the same trackers, unless it has its own.
+    None uses the engine's trackers, or a `CSVLogger` if it has none. A trial run (`fast_dev_run`) gets a tracker that
+    does nothing, so that hooks that use it still run. A barebones run gets none. A raw loop over the engine logs to the
+    same trackers, unless it has its own.
     """
     found: list[Tracker]
     if options.is_quiet:
         found = [] if options.barebones or given is False else [AbsentTracker()]
+    # A raw loop and the Trainer on one engine then log to the same run.
     elif given is None and engine.tracking.group.trackers:
         return engine.tracking.group
     elif given is False:
@@ -304,7 +325,7 @@ def make_callbacks(
     options: TrainerOptions,
     trackers: Sequence[Tracker],
 ) -> list[Callback]:
-    """Return the given and the default callbacks. Those that write checkpoints come last."""
+    """Return the callbacks of a Trainer: the given ones and the defaults. Those that save checkpoints come last."""
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
     progress_bar = False if options.barebones else arguments["enable_progress_bar"]
@@ -312,13 +333,15 @@ def make_callbacks(
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.")
+            raise ConfigurationError(
+                f"callbacks contains {described(callback)}. Pass instances of drivetrain.Callback."
+            )
     saving = [callback for callback in callbacks if callback.saves_checkpoints]
     if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
             f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two.",
         )
-    if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
+    if quiet:  # a ModelCheckpoint stays, without effect, for scripts that read its attributes
         kept = () if options.barebones else (ModelCheckpoint,)
         callbacks = [each for each in callbacks if isinstance(each, kept) or not each.saves_checkpoints]
     elif checkpointing is not False and not saving:
@@ -327,7 +350,7 @@ def make_callbacks(
     if len(bars) > 1:
         raise ConfigurationError(
             f"You added multiple progress bar callbacks: {' and '.join(map(described, bars))}. They would draw over "
-            "each other: keep one.",
+            "each other, so keep only one.",
         )
     if bars and arguments["enable_progress_bar"] is False:
         raise ConfigurationError(
@@ -337,13 +360,15 @@ def make_callbacks(
     if progress_bar is not False and not bars:
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
+        # A Rich progress bar brings its own kind of summary.
         kind = getattr(bars[0], "summary_type", ModelSummary) if bars else ModelSummary
         callbacks.append(kind())
     asked = False if quiet else arguments["enable_run_report"]
-    # By default there is a report of what keeps anything else.
+    # By default, a report is written if the run writes anything else.
     wanted = bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
     if asked is not False and wanted and not any(isinstance(callback, RunReport) for callback in callbacks):
         callbacks.append(RunReport())
+    # Only callbacks with a state of their own have to be told apart.
     keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     if twins := {key for key in keys if keys.count(key) > 1}:
         names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
@@ -356,29 +381,32 @@ def make_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """Add a task's callbacks. They replace callbacks of the same class or of a base class."""
+    """Return the Trainer's callbacks with those of a task, which replace others of the same or a base class."""
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
+    # Base classes that all callbacks share replace nothing.
     replaced = {base for callback in own for base in type(callback).__mro__} - set(Callback.__mro__)
     return checkpoints_last([callback for callback in callbacks if type(callback) not in replaced] + own)
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Move callbacks that write checkpoints to the end, so that they save the final state of the others."""
+    """Return the callbacks with those that save checkpoints last, so that they save the others' final state."""
+    # The sort is stable, so the order is otherwise kept.
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
-# Making modules where and as they will be trained
+# Creation of modules on the device and in the dtype of the run
 
 
 class WithoutValues(TorchFunctionMode):
-    """Torch function mode that skips the initialization functions of `torch.nn.init`."""
+    """Torch function mode in which the functions of `torch.nn.init` do nothing, to create modules faster."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Initialization functions return the tensor that they would have filled.
         if getattr(func, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
@@ -386,9 +414,9 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
-    """Create modules in the body with the run's device and dtype, or in the form that the strategy requires."""
+    """Create modules in the `with` block on the run's device and in its dtype, as the strategy requires."""
     strategy = trainer.strategy
-    # The strategy comes last: one that shards has another device for parameters that it fills later.
+    # The strategy comes last, because sharding strategies create parameters on the meta device.
     with (
         torch.device(strategy.topology.device),
         trainer.accelerator.precision.init_context(),

@@ -1,7 +1,7 @@
-"""Running a Trainer's verb in new processes, and returning the result to the Trainer that started them.
+"""Running `fit` and similar methods in new processes, and returning their result to the Trainer that was called.
 
-The new processes create a Trainer from the same arguments, restore its state, and run the verb. The starting Trainer
-then takes over the first process's state and weights.
+The new processes create a Trainer from the same arguments, restore its state, and run the method. The Trainer that was
+called then takes over the state and weights of the first process.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Message to each new process that runs a verb.
+    """Description of a method call, such as `fit`, and of its Trainer, for the processes that run it.
 
     Attributes:
         kind: The Trainer's class.
         made_with: Its positional and keyword arguments.
         options: Its current options.
         callbacks: Its callbacks.
-        trackers: The state of its trackers. Empty before the first verb.
+        trackers: The state of its trackers. Empty before the first run.
         progress: The counters of its run.
         ending: The reason why its last `fit` ended.
         seed: The seed of the run, or None.
         random: The state of the random generators.
         task: The task.
-        datamodule: The data module of the last verb, or None.
-        is_given: True if the task was passed to the verb, False if it is that of the previous verb.
-        stage: The stage of the verb.
-        given: The other arguments of the verb.
+        datamodule: The data module of the last run, or None.
+        is_given: True if the task was passed to the method, False if it is that of the previous run.
+        stage: The stage of the method.
+        given: The other arguments of the method.
     """
 
     kind: type[Trainer]
@@ -77,14 +77,16 @@ class SpawnedVerb:
     given: dict[str, Any]
 
     def run(self) -> Outcome | None:
-        """Run the verb with a new Trainer in this process. Returns the outcome in the first process, else None."""
-        forget_process()  # what was inherited by a fork, or made by the script on its way here
+        """Call the method on a new Trainer in this process. Return its outcome on rank 0, else None."""
+        forget_process()  # state from before the fork, or from importing the script
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
+        # Options that were assigned after the construction, such as `trainer.max_epochs = 5`.
         before = {each.name: getattr(trainer.options, each.name) for each in fields(TrainerOptions)}
         changed = {name: value for name, value in vars(self.options).items() if value != before[name]}
         if changed:
             trainer.change_options(**changed)
+        # The constructor has made its own callbacks. The received ones have the state of earlier runs.
         trainer.callbacks.clear()
         trainer.callbacks.extend(self.callbacks)
         trainer.tracker_group.load_state(self.trackers)
@@ -93,24 +95,26 @@ class SpawnedVerb:
         trainer.task_run.remember(self.task, self.datamodule)
         if self.seed is not None:
             set_seed(self.seed)
+        # After the constructor, which may have drawn random numbers.
         self.random.restore()
         left: BaseException | None = None
         result: Any = None
         try:
             result = getattr(trainer, self.stage.verb)(self.task if self.is_given else None, **self.given)
         except (KeyboardInterrupt, SystemExit) as stop:
-            if not (trainer.interrupted or trainer.preempted):  # which all processes have agreed on
+            if not (trainer.interrupted or trainer.preempted):  # an orderly end, on which all processes have agreed
                 raise
+            # Tracebacks cannot be pickled.
             left = stop.with_traceback(None)
         return Outcome.of(trainer, result, left) if trainer.is_global_zero else None
 
 
 @dataclass
 class Outcome:
-    """Result of a verb in its first process.
+    """Result of a Trainer's method, such as `fit`, and the final state of the first process that ran it.
 
     Attributes:
-        result: The verb's return value.
+        result: The method's return value.
         left: The exception with which a signal ended the run in an orderly way, or None.
         weights: The task's state dict.
         callbacks: The callbacks' states, by key.
@@ -122,7 +126,7 @@ class Outcome:
         written: The values that trackers received.
         is_finite: True if all values and weights were finite.
         lengths: The numbers of batches.
-        checkpoint_path: The checkpoint that the verb loaded, or None.
+        checkpoint_path: The checkpoint that was loaded, or None.
         timing: How `fit` spent its time.
         random: The state of the random generators.
     """
@@ -145,7 +149,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Create the outcome of a verb from the Trainer that ran it."""
+        """Collect the result and the final state of a Trainer after its run, with tensors on the CPU."""
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -166,7 +170,8 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Copy the state of the processes' run to the Trainer that started them."""
+        """Load the final state of the finished processes into the Trainer that started them, and into its task."""
+        # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
         task.load_state_dict(self.weights, strict=task.strict_loading)
@@ -179,7 +184,7 @@ class Outcome:
             if state is None:
                 continue
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = state["dirpath"]  # of the directory that the run has chosen
+                callback.dirpath = state["dirpath"]  # chosen by the run in the processes
             callback.load_state_dict(state)
         trainer.tracker_group.load_state(self.trackers)
         trainer.progress.load_state_dict(self.progress)
@@ -193,13 +198,18 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a verb in new processes, and take over the first process's state. Returns the verb's result."""
+    """Call a Trainer's method, such as `fit`, in new processes, and return its result.
+
+    The Trainer then takes over the state and weights of the first process.
+    """
+    # A started process imports the script, and must not start processes again if it has no main guard.
     stop_at_start_of_processes()
     spawning = trainer.spawning
     assert spawning is not None
     task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
     verb = _verb(trainer, stage, task, model is not None, given)
     packed: SpawnedVerb | bytes = verb
+    # A forked process inherits the objects, so that nothing has to be pickled.
     if spawning.start_method != "fork":
         packed = _packed(verb, trainer.strategy.name)
     given_data = (given.get("datamodule"), given.get("dataloaders"), trainer.datamodule)
@@ -227,6 +237,7 @@ def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[
     outcome.hand_over(trainer, task)
     if outcome.left is not None:
         raise outcome.left
+    # Ctrl-C came too late for the run to stop by itself, so the script still has to end.
     if stopped is not None and not trainer.interrupted:
         raise KeyboardInterrupt
     return outcome.result
@@ -253,23 +264,25 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Serialize the verb for the new processes."""
+    """Pickle the method call for the new processes. Raise `ConfigurationError` if that is impossible."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)
     except Exception as error:
         found = what_cannot_be_sent(_parts(verb), has_script) or str(error)
         raise ConfigurationError(
-            f"strategy={strategy!r} sends what {verb.stage.verb}() needs to new processes, but {found}. Define classes "
-            "and functions at the top level of a file, and make what cannot be pickled (lambdas, open files, locks, "
-            "connections) in setup() or configure_model(), which run in each process. Or use strategy='ddp_fork', "
-            "which sends nothing, or 'ddp', which runs the script in each process.",
+            f"strategy={strategy!r} pickles all objects that {verb.stage.verb}() needs for the new processes, but "
+            f"{found}. Define classes and functions at the top level of a file, and create objects that cannot be "
+            "pickled (lambdas, open files, locks, connections) in setup() or configure_model(), which run in each "
+            "process. Or use strategy='ddp_fork', which pickles nothing, or 'ddp', which runs the script in each "
+            "process.",
         ) from error
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """Return the parts of the message by name, for error messages."""
+    """Return the objects that new processes receive, by the names that an error message uses for them."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
+    # Objects are tried in this order until one cannot be pickled, so the most likely ones come first.
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
     callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}
     return {
@@ -283,14 +296,14 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
 
 
 def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
-    """Run a verb in a new process. Returns the pickled outcome in the first process, else empty bytes."""
+    """Run the method call that this process was started for, and return its outcome as pickled bytes."""
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)
 
 
 def _on_host(value: Any) -> Any:
-    """Return a copy of nested values with detached CPU tensors."""
+    """Return nested lists and dicts with their tensors detached and moved to the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

@@ -28,116 +28,168 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# The hooks of a task around the loop, each a documented no-op
+# Hooks that a task may override. By default, most of them do nothing.
 
 
 class TaskHooks(nn.Module):
-    """Hooks that a task may override to run code at fixed points of a run, in the order in which they are called."""
+    """Hooks of a task: methods that it overrides to run its own code during training, evaluation and prediction."""
 
     def on_fit_start(self) -> None:
-        """Run code when `fit` begins, after the optimizers have been created."""
+        """Run code at the start of `fit`, once the model is on its device and the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """Run code when `fit` ends."""
+        """Run code at the end of `fit`, after the training loop."""
 
     def on_train_start(self) -> None:
-        """Run code before the first training epoch."""
+        """Run code once, before the first training epoch of `fit`."""
 
     def on_train_end(self) -> None:
-        """Run code after the last training epoch."""
+        """Run code once, after the last training epoch of `fit`."""
 
     def on_train_epoch_start(self) -> None:
-        """Run code before the first batch of a training epoch."""
+        """Run code at the start of each training epoch, before its first batch."""
 
     def on_train_epoch_end(self) -> None:
-        """Run code after the last batch of a training epoch and its validation."""
+        """Run code at the end of each training epoch, after the validation at the epoch's end."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Run code before a training batch. Return -1 to skip the rest of the epoch."""
+        """Run code before each training batch. Return -1 to skip the rest of the epoch.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in the epoch.
+        """
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Run code after a training batch. For the last batch of an optimizer step, it runs after the step."""
+        """Run code after each training batch. `outputs` is a dict with the detached loss under `"loss"`.
+
+        With gradient accumulation, the optimizer step has already run when the hook is called for the step's last
+        batch.
+
+        Args:
+            outputs: The detached output of `training_step` as a dict, or None for a skipped batch.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in the epoch.
+        """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run code before gradients are cleared."""
+        """Run code each time before the gradients of `optimizer` are cleared."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Run code before a backward pass."""
+        """Run code before each backward pass. `loss` is already weighted and scaled."""
 
     def on_after_backward(self) -> None:
-        """Run code after a backward pass, before gradients are clipped."""
+        """Run code after each backward pass. Gradients are not clipped yet, and may be scaled in fp16 training."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run code before gradients are clipped and the optimizer steps. Gradients are unscaled."""
+        """Run code before each step of `optimizer`. Its gradients are unscaled, but not clipped yet."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Free gradients before a validation in `fit`, except those of a task with manual optimization."""
+        """Free the gradients before each validation within `fit`, to save memory.
+
+        The default does nothing for a task with manual optimization, whose gradients may still be needed.
+        """
         if self.automatic_optimization:
             self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Switch the model to evaluation mode for validation."""
+        """Switch the task to evaluation mode before each validation. The default calls `self.eval()`."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Restore the training mode after validation. The default restores the mode of each module."""
+        """Run code after each validation, before every module returns to its previous training mode.
+
+        The default does nothing. The Trainer restores the modes itself.
+        """
 
     def on_validation_start(self) -> None:
-        """Run code before a validation."""
+        """Run code at the start of each validation, before `on_validation_epoch_start`."""
 
     def on_validation_end(self) -> None:
-        """Run code after a validation."""
+        """Run code at the end of each validation, after its results are logged."""
 
     def on_validation_epoch_start(self) -> None:
         """Run code before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Run code after the last validation batch."""
+        """Run code after the last validation batch. Values logged in this hook belong to the validation."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code before a validation batch."""
+        """Run code before each validation batch. `dataloader_idx` is the index of its loader.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code after a validation batch."""
+        """Run code after each validation batch. `outputs` is what `validation_step` returned.
+
+        Args:
+            outputs: The output of `validation_step`.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_test_model_eval(self) -> None:
-        """Switch the model to evaluation mode for testing."""
+        """Switch the task to evaluation mode before testing. The default calls `self.eval()`."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Restore the training mode after testing. The default restores the mode of each module."""
+        """Run code after testing, before every module returns to its previous training mode.
+
+        The default does nothing. The Trainer restores the modes itself.
+        """
 
     def on_test_start(self) -> None:
-        """Run code before testing."""
+        """Run code at the start of `test`, before `on_test_epoch_start`."""
 
     def on_test_end(self) -> None:
-        """Run code after testing."""
+        """Run code at the end of `test`, after its results are logged."""
 
     def on_test_epoch_start(self) -> None:
         """Run code before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Run code after the last test batch."""
+        """Run code after the last test batch. Values logged in this hook belong to the test."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code before a test batch."""
+        """Run code before each test batch. `dataloader_idx` is the index of its loader.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code after a test batch."""
+        """Run code after each test batch. `outputs` is what `test_step` returned.
+
+        Args:
+            outputs: The output of `test_step`.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_predict_model_eval(self) -> None:
-        """Switch the model to evaluation mode for prediction."""
+        """Switch the task to evaluation mode before prediction. The default calls `self.eval()`."""
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Restore the training mode after prediction. The default restores the mode of each module."""
+        """Run code after prediction, before every module returns to its previous training mode.
+
+        The default does nothing. The Trainer restores the modes itself.
+        """
 
     def on_predict_start(self) -> None:
-        """Run code before prediction."""
+        """Run code at the start of `predict`, before `on_predict_epoch_start`."""
 
     def on_predict_end(self) -> None:
-        """Run code after prediction."""
+        """Run code at the end of `predict`, after `on_predict_epoch_end`."""
 
     def on_predict_epoch_start(self) -> None:
         """Run code before the first prediction batch."""
@@ -146,24 +198,45 @@ class TaskHooks(nn.Module):
         """Run code after the last prediction batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code before a prediction batch."""
+        """Run code before each prediction batch. `dataloader_idx` is the index of its loader.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code after a prediction batch."""
+        """Run code after each prediction batch. `outputs` is what `predict_step` returned.
+
+        Args:
+            outputs: The output of `predict_step`.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add entries to a checkpoint dict before it is written."""
+        """Add the task's own entries to the dict `checkpoint` before the checkpoint is written.
+
+        Args:
+            checkpoint: The entries of the checkpoint, to be changed in place.
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read entries that `on_save_checkpoint` added, before the run's state is restored."""
+        """Read or change the entries of a loaded checkpoint, before weights and optimizers are restored.
+
+        Args:
+            checkpoint: The entries of the checkpoint. Changes apply to what is restored.
+        """
 
     def on_exception(self, exception: BaseException) -> None:
-        """Run code when an exception ends the run, before it is raised again."""
+        """Run code when an exception ends the run. The exception is raised again after the hook."""
 
 
 _NO_TRAINER = (
     "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet. This is most "
-    "likely because the task has not been passed to the Trainer: nothing is logged."
+    "likely because the task has not been passed to a Trainer. Nothing is logged."
 )
 
 
@@ -202,7 +275,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     """
 
     automatic_optimization: bool = True
-    """Whether the trainer runs backward and steps the optimizers; see the class."""
+    """True if the Trainer runs the backward pass and steps the optimizers. False for manual optimization."""
 
     profiler = TaskProfiler()
     """The profiler of the Trainer that runs this task, or one that the task sets itself."""
@@ -216,10 +289,10 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_metric_paths": {}}
 
-    # the steps
+    # Steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """Compute the training loss of one batch.
+        """Compute the loss of one training batch. Each task must override this method to be trained.
 
         Args:
             batch: A batch of the loader, on the device.
@@ -228,23 +301,29 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         Returns:
             The mean loss as a scalar tensor, a dict with the loss under `"loss"`, or None to skip the batch.
         """
-        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
+        raise ConfigurationError(f"{type(self).__name__} has no training_step. Define one to train it.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one validation batch. It may have a parameter `dataloader_idx`, the index of the loader."""
+        """Evaluate one validation batch, for example log its loss. The output is passed to `on_validation_batch_end`.
+
+        An override may have a third parameter `dataloader_idx`, the index of the loader.
+        """
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one test batch. It may have a parameter `dataloader_idx`, the index of the loader."""
+        """Evaluate one test batch, for example log its metrics. The output is passed to `on_test_batch_end`.
+
+        An override may have a third parameter `dataloader_idx`, the index of the loader.
+        """
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Compute predictions for one batch. The default calls the task's `forward`.
+        """Return the predictions for one batch. The default passes the batch to the task's `forward`.
 
-        It may have a parameter `dataloader_idx`, the index of the loader.
+        An override may have a third parameter `dataloader_idx`, the index of the loader.
         """
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Create the optimizers and learning-rate schedulers.
+        """Create and return the optimizers for training, together with learning-rate schedulers if needed.
 
         Returns:
             One of: an optimizer; a list of optimizers that all step on the same loss; a list of optimizers and a list
@@ -253,11 +332,11 @@ class Task(TaskFiles, DataHooks, TaskHooks):
                 optimizer or with manual optimization.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no configure_optimizers; override it, such as with "
-            "`return torch.optim.AdamW(self.parameters(), lr=1e-3)`.",
+            f"{type(self).__name__} has no configure_optimizers. Define it and return an optimizer, for example "
+            "torch.optim.AdamW(self.parameters(), lr=1e-3).",
         )
 
-    # logging
+    # Logging
 
     @known_keywords
     def log(
@@ -277,7 +356,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value to the progress bar, trackers and callbacks. It stays on its device until it is needed.
+        """Log a value for the experiment trackers, the callbacks and, with `prog_bar=True`, the progress bar.
+
+        The value stays on its device until it is needed.
 
         Args:
             name: The name of the value. Each name must be used with the same options everywhere.
@@ -331,7 +412,10 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             timing.enter(outer)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log several values with the same options. Accepts a dict or a torchmetrics `MetricCollection`."""
+        """Log all values of a dict or a torchmetrics `MetricCollection`, each under its key.
+
+        Further arguments are those of `log`, and apply to each value.
+        """
         # The metrics of a collection may share their states; without this, each call would copy them.
         options: dict[str, Any] = {}
         if isinstance(dictionary, nn.Module):
@@ -348,11 +432,11 @@ class Task(TaskFiles, DataHooks, TaskHooks):
                 self._metric_paths[id(module)] = (module, name)
                 return str(name)
         raise ConfigurationError(
-            f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
-            "(self.accuracy = ...), so that it is moved to the device and reset with it.",
+            f"The {type(module).__name__} that was passed to log() is not part of the task. Assign it to an attribute "
+            "of the task, such as self.accuracy = ..., so that it moves to the task's device.",
         )
 
-    # where am I
+    # Position in the run
 
     @property
     def trainer(self) -> Trainer:
@@ -362,59 +446,59 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             RuntimeError: The task is not attached to a Trainer.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`. Pass it to Trainer.fit().")
         return self._trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        for module in self.modules():  # tasks in this one log through the same trainer
+        for module in self.modules():  # tasks inside this one log through the same Trainer
             if isinstance(module, Task):
                 module._trainer = trainer
 
     @property
     def device(self) -> torch.device:
-        """The device of the task's parameters."""
+        """The device on which the task is trained or evaluated."""
         if self._trainer is not None:
             return self._trainer.strategy.topology.device
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the task's parameters."""
+        """The dtype of the task's first floating-point parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
     def current_epoch(self) -> int:
-        """The number of finished epochs, which is the index of the current one."""
+        """The index of the current training epoch, which equals the number of finished epochs."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps taken."""
+        """The number of optimizer steps that the run has taken so far."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """The global rank of this process."""
+        """The rank of this process among all processes of the run."""
         return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process on its machine."""
+        """The rank of this process among the processes on its machine."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
     def logger(self) -> Any:
-        """The first experiment tracker, or None."""
+        """The Trainer's first experiment tracker, or None if there is none."""
         return None if self._trainer is None else self._trainer.logger
 
     @property
     def loggers(self) -> list[Any]:
-        """All experiment trackers."""
+        """All experiment trackers of the Trainer, as a list that may be empty."""
         return [] if self._trainer is None else self._trainer.loggers
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only, without breaking the progress bar. Takes the arguments of the built-in `print`."""
+        """Print like the built-in `print`, but only on rank 0 and without breaking the progress bar."""
         if self._trainer is None:
             print_all(*args, **kwargs)
         else:
@@ -422,7 +506,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @known_keywords
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather tensors of all processes, stacked along a new first dimension. On one process, return them unchanged.
+        """Gather tensors from all processes, and stack them along a new first dimension.
+
+        With a single process, the tensors are returned unchanged.
 
         Args:
             data: A nested structure of tensors with equal shapes on all processes.
@@ -430,16 +516,16 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             sync_grads: Not supported. Use `torch.distributed.nn` for collectives with gradients.
         """
         if sync_grads:
-            raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
+            raise ConfigurationError("all_gather(sync_grads=True) is not supported. Use torch.distributed.nn instead.")
         if PartialState().num_processes == 1:
             return data
         return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
 
-    # training by hand
+    # Manual optimization
 
     @known_keywords
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of optimizers if there are several.
+        """Return the task's optimizer, or a list if `configure_optimizers` returned several.
 
         Args:
             use_pl_optimizer: False to return the original optimizers, whose steps bypass the precision.
@@ -448,27 +534,39 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """Return the learning-rate scheduler, the list of schedulers if there are several, or None."""
+        """Return the task's learning-rate scheduler, a list of them if there are several, or None without any.
+
+        Tasks with manual optimization step these schedulers themselves.
+        """
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss in a `training_step` with manual optimization."""
+        """Run the backward pass for a loss, within a `training_step` with manual optimization.
+
+        Further arguments are those of `torch.Tensor.backward`.
+
+        Raises:
+            ConfigurationError: The task uses automatic optimization.
+        """
         if self.automatic_optimization:
             raise ConfigurationError(
-                "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss.",
+                "manual_backward() is only for tasks with automatic_optimization = False. Return the loss instead.",
             )
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self.trainer.accelerator.backward(loss, **named, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Compute gradients only for this optimizer's parameters, until `untoggle_optimizer` is called."""
+        """Freeze all parameters that `optimizer` does not update, for example to train one side of a GAN.
+
+        Sets their `requires_grad` to False until `untoggle_optimizer` is called.
+        """
         context: AbstractContextManager[None] = optimizer.toggle_model()
         context.__enter__()
         self.__dict__["_toggled"] = context
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Compute gradients for all parameters again, after `toggle_optimizer`."""
+        """Restore the `requires_grad` values of the parameters that `toggle_optimizer` has frozen."""
         context = self.__dict__.pop("_toggled", None)
         if context is not None:
             context.__exit__(None, None, None)
@@ -480,7 +578,13 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of an optimizer, by norm (default) or by value. A limit of 0 or None disables clipping."""
+        """Clip the gradients of an optimizer's parameters in place, by total norm or by value.
+
+        Args:
+            optimizer: The optimizer whose parameters' gradients are clipped.
+            gradient_clip_val: The largest norm or absolute value. 0 or None disables clipping.
+            gradient_clip_algorithm: `"value"` to clip each element, anything else to clip the total norm.
+        """
         if not gradient_clip_val:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
@@ -489,16 +593,19 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         else:
             engine.clip_grad_norm_(parameters, gradient_clip_val)
 
-    # what the trainer does in each step; override to do it otherwise
+    # Actions of the Trainer in each step, which a task may override
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss that is already weighted and scaled. May be overridden."""
+        """Run the backward pass for a loss that is already weighted and scaled. Override it to customize the pass.
+
+        Further arguments are those of `torch.Tensor.backward`.
+        """
         self.trainer.strategy.backward(loss, *args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Run the step of one optimizer. Override it to customize the step.
+        """Step one optimizer. Override it to change how an optimizer steps, for example to warm up its learning rate.
 
         Args:
             epoch: The index of the current epoch.
@@ -509,7 +616,10 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear the gradients of an optimizer before the first backward of a step."""
+        """Clear the gradients of one optimizer, before the first backward pass of a step.
+
+        Override it to clear gradients in another way.
+        """
         optimizer.zero_grad()
 
     def configure_gradient_clipping(
@@ -518,13 +628,19 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients according to the Trainer's arguments. Override it to clip in another way."""
+        """Clip the gradients of one optimizer before its step. Override it to clip in another way.
+
+        Args:
+            optimizer: The optimizer that is about to step.
+            gradient_clip_val: The Trainer's `gradient_clip_val`.
+            gradient_clip_algorithm: The Trainer's `gradient_clip_algorithm`.
+        """
         self.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a learning-rate scheduler.
+        """Step one learning-rate scheduler. Override it for a scheduler whose `step` takes other arguments.
 
         Args:
             scheduler: The scheduler.
@@ -536,21 +652,27 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             scheduler.step(metric)
 
     def configure_model(self) -> None:
-        """Create large modules here instead of in the constructor, so that the strategy can create them sharded."""
+        """Create the task's large modules, which the strategy can then shard as they are created.
+
+        Override it instead of creating these modules in the constructor.
+        """
 
     def configure_callbacks(self) -> Any:
-        """Return callbacks of the task. They replace the Trainer's callbacks of the same class or of a base class."""
+        """Return a callback or a list of callbacks to add to those of the Trainer. The default returns none.
+
+        They replace the Trainer's callbacks of the same class or of a base class.
+        """
         return []
 
-    # parameters
+    # Parameters
 
     def freeze(self) -> Self:
-        """Set `requires_grad=False` on all parameters, and switch to evaluation mode. Returns the task."""
+        """Set `requires_grad=False` on all parameters, switch to evaluation mode and return the task."""
         self.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Set `requires_grad=True` on all parameters, and switch to training mode. Returns the task."""
+        """Set `requires_grad=True` on all parameters, switch to training mode and return the task."""
         self.requires_grad_(True)
         return self.train()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _ALIKE = 0.85
-"""How alike a name and a hook's must be, from 0 to 1, to be taken for a mistyped one."""
+"""Similarity to a hook's name, from 0 to 1, from which a method counts as a misspelled hook."""
 
 _HOOKS_OF_LIGHTNING_1 = {
     "training_epoch_end": "on_train_epoch_end(self); collect what it needs in training_step",
@@ -60,7 +60,7 @@ _HOOKS_OF_LIGHTNING_1 = {
 
 
 def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
-    """Raise an error if a task cannot be trained with these loaders."""
+    """Raise `ConfigurationError` if `Trainer.fit` got no `Task`, or both loaders and a data module."""
     if not isinstance(task, Task):
         raise ConfigurationError(
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",
@@ -68,11 +68,17 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
     if data is not None and not isinstance(data, DataModule):
         raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
     if data is not None and (train is not None or val is not None):
-        raise ConfigurationError("Give loaders or a datamodule, not both.")
+        raise ConfigurationError("fit() got both loaders and a datamodule. Pass only one of the two.")
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
-    """Raise an error if a task cannot train, or not with these arguments of the Trainer."""
+    """Raise `ConfigurationError` if a task's training methods are missing or conflict with Trainer arguments.
+
+    Args:
+        task: Task to be trained.
+        accumulate: The Trainer's `accumulate_grad_batches`.
+        clip: The Trainer's `gradient_clip_val`, or None.
+    """
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
@@ -80,8 +86,8 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         )
     if "optimizer_idx" in inspect.signature(task.training_step).parameters:
         raise ConfigurationError(
-            "One training_step serves all optimizers. Remove the `optimizer_idx` argument from `training_step`: return "
-            "a dict of losses by the optimizers' names, or set automatic_optimization = False and step them there.",
+            "Remove the `optimizer_idx` argument from `training_step`, which runs once for all optimizers. For one "
+            "loss per optimizer, return a dict of losses by optimizer name, or set automatic_optimization = False.",
         )
     if task.configure_optimizers is None:
         raise ConfigurationError(
@@ -96,21 +102,21 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
         what = "accumulation" if accumulate > 1 else "clipping"
         raise ConfigurationError(
-            f"Automatic gradient {what} is not supported for {type(task).__name__}, which optimizes by hand "
-            f"(automatic_optimization = False), so Trainer({given}) has no effect. Step every so many batches, or call "
-            "self.clip_gradients, in training_step.",
+            f"Automatic gradient {what} is not supported for {type(task).__name__}, which has "
+            f"automatic_optimization = False. Remove {given} from the Trainer. To accumulate, step the optimizer only "
+            "every few batches in training_step. To clip, call self.clip_gradients there.",
         )
 
 
 def check_evaluation(task: Any, stage: Stage) -> Task:
-    """Return the task, or raise an error if it cannot be evaluated in this stage."""
+    """Return the task if it has all methods for a stage, such as `test_step`. Otherwise raise `ConfigurationError`."""
     if task is None:
-        raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
+        raise ConfigurationError(f"{stage.verb}() needs a model, since fit() was not called before. Pass the task.")
     if not isinstance(task, Task):
         raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
     step, name = stage.step_name, type(task).__name__
     if getattr(task, step) is None and stage is Stage.PREDICT:
-        raise ConfigurationError(f"`{step}` cannot be None. Leave it out of {name}, or define it.")
+        raise ConfigurationError(f"`{step}` cannot be None in {name}. Define the method, or remove the attribute.")
     if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
         raise ConfigurationError(f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).")
     if stage is Stage.PREDICT and task.forward is None:
@@ -119,16 +125,20 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Refuse hooks that no longer exist, and warn about methods whose names resemble hooks."""
+    """Raise an error for hooks that are never called any more, and warn about methods that look like misspelled hooks.
+
+    Checks the task, the data module and all callbacks.
+    """
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:
         owners.append((data, DataModule))
     for owner, base in owners:
         for name, defining in _own_methods(type(owner), base).items():
             replacement = _HOOKS_OF_LIGHTNING_1.get(name)
+            # An `on_epoch_start` with required parameters is the user's own method: the removed hook took none.
             if replacement is not None and not (base is Task and _takes_more(owner, name)):
                 raise ConfigurationError(
-                    f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
+                    f"{defining.__name__}.{name} is a hook of Lightning 1.x, which the Trainer never calls. "
                     f"Use {replacement}.",
                 )
             if not hasattr(base, name):
@@ -136,15 +146,22 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
 
 
 def _takes_more(task: Task, name: str) -> bool:
-    """Return True if a task's method has parameters that a removed hook did not have, so that it is the task's own."""
     parameters = inspect.signature(getattr(task, name)).parameters.values()
     is_needed = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     return name in ("on_epoch_start", "on_epoch_end") and is_needed
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return the public methods that a class and its bases below `base` define, with the defining class of each."""
+    """Return the public methods that a user's class and its parents define, each with the class that defines it.
+
+    Classes of drivetrain and torch are left out.
+
+    Args:
+        kind: Class to inspect.
+        base: Class of the framework that it derives from, such as `Task`.
+    """
     found: dict[str, type] = {}
+    # In the order of the MRO, so that the most derived definition of a method is found first.
     for defining in kind.__mro__:
         if defining is base or defining in base.__mro__:
             continue
@@ -160,11 +177,11 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
     hooks = [hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))]
     alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
     if alike and not is_overridden(owner, base, alike[0]):
-        logger.warning_once(f"{defining.__name__}.{name} is no hook, so nothing calls it. Did you mean {alike[0]!r}?")
+        logger.warning_once(f"{defining.__name__}.{name} is not a hook and never runs. Did you mean {alike[0]!r}?")
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
-    """Warn if there is validation data without a validation step, or the other way round."""
+    """Warn if a task has validation data but no `validation_step`, or a `validation_step` but no data."""
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
         logger.warning(
@@ -172,38 +189,42 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
         )
     elif has_step and not has_loader:
         logger.warning(
-            f"You defined a `validation_step` but have no `val_dataloader`, so nothing is validated: pass "
-            f"val_dataloaders to fit(), or give {name} or a DataModule a val_dataloader()."
+            f"You defined a `validation_step` but have no `val_dataloader`, so nothing is validated. Pass "
+            f"val_dataloaders to fit(), or define val_dataloader() in {name} or a DataModule."
         )
 
 
 def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
-    """Warn if the run ends before step values reach the trackers for the first time."""
+    """Warn if training takes fewer steps than `log_every_n_steps`, so that no step values reach the trackers."""
     every = trainer.log_every_n_steps
     if isinstance(every, Duration):
         return
+    # A resumed run may have logged values before, so it gets no warning.
     if trainer.loggers and 0 < steps < every and not trainer.global_step:
         logger.warning(
-            f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
-            f"values of single training steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to "
-            "see them."
+            f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so the trackers receive "
+            f"no values of training steps. To see them, use for example "
+            f"Trainer(log_every_n_steps={max(1, int(steps) // 10)})."
         )
 
 
 def described(value: Any) -> str:
-    """Describe a class or an object for an error message."""
+    """Return a short description of a class or an object for error messages, such as "a Linear"."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def warn_of_evaluation_mode(task: Task) -> None:
-    """Warn once if modules are in evaluation mode when `fit` begins. They are left in that mode."""
+    """Warn once if some of the task's modules are in evaluation mode when `fit` begins.
+
+    The modules stay in that mode during training.
+    """
     modes = [module.training for module in task.modules()]
     evaluating = modes.count(False)
     if not evaluating:
         return
     logger.warning_once(
-        "%d of %d modules of %s are in evaluation mode when training begins, and stay in it: dropout is off there, and "
-        "batch norms keep their statistics. If that is not intended, call train() on them before fit().",
+        "%d of %d modules of %s are in evaluation mode when training begins, and stay in it. Their dropout is off, and "
+        "their batch norms do not update their statistics. If that is not intended, call train() on them before fit().",
         evaluating,
         len(modes),
         type(task).__name__,
@@ -211,9 +232,10 @@ def warn_of_evaluation_mode(task: Task) -> None:
 
 
 def check_saved_states(trainer: Trainer) -> None:
-    """Refuse state that a checkpoint cannot store, before training and after the first step.
+    """Raise an error if a callback, scheduler or module has state that the checkpoint format cannot store.
 
-    The check does not call `on_save_checkpoint`, which may have side effects.
+    Called before training and after the first step, so that the run fails early rather than at its first save. The
+    check does not call `on_save_checkpoint`, which may have side effects.
     """
     saving = [each for each in trainer.callbacks if each.saves_checkpoints]
     if trainer.checkpoint_format.keeps_objects or all(getattr(each, "save_weights_only", False) for each in saving):
@@ -223,7 +245,7 @@ def check_saved_states(trainer: Trainer) -> None:
     named = [(type(owner).__name__, owner) for owner in own]
     states = []
     for name, owner in (*named, *((type(each.scheduler).__name__, each) for each in prepared.schedulers)):
-        with suppress(Exception):  # one may have no state before its first hook
+        with suppress(Exception):  # some have no state before their first hook
             states.append((f"{name}.state_dict()", owner.state_dict()))
     for name, state in states:
         check_storable(state, name)
@@ -233,15 +255,19 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Refuse optimizer state that a checkpoint cannot store, after the first step instead of at the first save."""
+    """Raise `CheckpointError` if an optimizer's state is in a tensor type that checkpoints cannot store.
+
+    Called after the first step, when the state exists, rather than at the first save.
+    """
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         bare = unwrap_optimizer(optimizer)
-        states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's is none
+        states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's state is not a mapping
         for value in (each for state in states if isinstance(state, Mapping) for each in state.values()):
+            # A DTensor is a tensor subclass too, but checkpoints can store it as a shard.
             is_shard = hasattr(value, "to_local")
             if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_shard:
                 raise CheckpointError(
-                    f"{type(bare).__name__} keeps its state in {type(value).__name__}, a kind of tensor that no "
-                    "checkpoint holds yet, so the run could not be resumed. Use another optimizer, or "
-                    "Trainer(enable_checkpointing=False)."
+                    f"{type(bare).__name__} keeps its state in {type(value).__name__}, a tensor type that checkpoints "
+                    "cannot store yet, so the run could not be resumed. Use another optimizer, or train without "
+                    "checkpoints: Trainer(enable_checkpointing=False)."
                 )

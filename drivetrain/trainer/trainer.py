@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.loops.run_control import StopReason
 
 
-# The read-only face of the Trainer: where it is, what it has logged, what it is made of
+# Read-only properties of the Trainer: its parts, the state of the run, and logged values
 
 
 class TrainerStatus:
@@ -94,7 +94,7 @@ class TrainerStatus:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which places the model on devices and processes."""
+        """The strategy of the run, such as DDP, which distributes the model over devices and processes."""
         return self.accelerator.strategy
 
     @property
@@ -104,7 +104,7 @@ class TrainerStatus:
 
     @property
     def current_epoch(self) -> int:
-        """The number of finished epochs, which is the index of the current one."""
+        """The index of the current epoch, counted from 0. After training, the number of finished epochs."""
         return self.progress.epoch
 
     @property
@@ -119,7 +119,10 @@ class TrainerStatus:
 
     @property
     def timing(self) -> Timing:
-        """The time that this process spent on each activity in `fit`. Its `print` shows a table."""
+        """The time that this process spent in each part of `fit`, such as data loading, as a `Timing`.
+
+        Its method `print` shows a table.
+        """
         return self.accelerator.optimizer_step.timing
 
     # the task
@@ -136,19 +139,20 @@ class TrainerStatus:
 
     @property
     def model(self) -> nn.Module | None:
-        """The module that the strategy made of the task. Before placement, the task itself."""
+        """The model in the strategy's wrapper, such as DDP. Before the task is prepared, the task itself."""
         model, task = self.task_run.model, self.task_run.task
+        # The prepared model may still be that of an earlier task.
         return model if model is not None and self.strategy.unwrap(model) is task else task
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks that callbacks and the task override."""
+        """The hooks that the callbacks and the task of the current run override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
     @property
     def task_optimizers(self) -> list[PreparedOptimizer]:
-        """The prepared optimizers, as the task sees them."""
+        """The run's optimizers in the wrappers that `Accelerator.prepare` returned."""
         return self.task_run.optimizers
 
     @property
@@ -158,7 +162,7 @@ class TrainerStatus:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the run."""
+        """The run's optimizers, without the wrappers of `Accelerator.prepare`."""
         return [optimizer.optimizer for optimizer in self.task_optimizers]
 
     @property
@@ -181,20 +185,20 @@ class TrainerStatus:
 
     @property
     def local_dir(self) -> str:
-        """The local directory for files of callbacks and profilers: `log_dir`, or `.` if that is a URL."""
+        """The local directory for output files: `log_dir`, or the working directory if `log_dir` is a URL."""
         return self.log_dir if "://" not in self.log_dir else "."
 
     # processes
 
     @property
     def spawning(self) -> StartsProcesses | None:
-        """The strategy that starts processes for each verb, or None if this process runs verbs itself."""
+        """The strategy, if `fit` and similar methods start their own processes (`ddp_spawn`, `ddp_fork`), else None."""
         strategy = self.accelerator.strategy
         return strategy if isinstance(strategy, StartsProcesses) else None
 
     @property
     def world_size(self) -> int:
-        """The number of processes. If each verb starts processes, their number."""
+        """The number of processes of the run. With `ddp_spawn` and `ddp_fork`, `fit` starts as many."""
         spawning = self.spawning
         return self.accelerator.num_processes if spawning is None else spawning.num_processes
 
@@ -213,7 +217,7 @@ class TrainerStatus:
 
     @property
     def global_rank(self) -> int:
-        """The global rank of this process."""
+        """The rank of this process among all processes of the run."""
         return self.accelerator.process_index
 
     @property
@@ -223,12 +227,12 @@ class TrainerStatus:
 
     @property
     def is_global_zero(self) -> bool:
-        """True on rank 0."""
+        """True if this process has rank 0."""
         return self.accelerator.is_main_process
 
     @property
     def checkpoint_format(self) -> checkpoint.CheckpointFormat:
-        """The format in which checkpoints are saved. The default is a directory. Override it to use another format."""
+        """The format in which checkpoints are saved, by default a directory. Override it to use another format."""
         return DIRECTORIES
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -245,16 +249,17 @@ class TrainerStatus:
 
     @property
     def callback_metrics(self) -> dict[str, Value]:
-        """The latest logged values by name, as lazy values: those of the last step and of the last epoch."""
+        """The latest logged values by name, as tensors: the values of the last step and of the last epoch."""
         values = self.logged.callback_values()
         return {
+            # float64 keeps Python floats exact.
             name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             for name, value in values.items()
         }
 
     @property
     def progress_bar_metrics(self) -> dict[str, Value]:
-        """The values that the progress bar shows, by name, as lazy values."""
+        """The values that the progress bar shows, by name, as numbers or tensors."""
         return self.logged.bar_values()
 
     @property
@@ -286,6 +291,7 @@ class TrainerStatus:
     def is_last_batch(self) -> bool:
         """True if the current batch is the last of its training epoch."""
         info = self.current.batch_info
+        # A limit of batches may end the epoch before the loader does.
         return info is not None and (info.last or info.index + 1 >= self.current.training_batches)
 
     # the user's loaders
@@ -297,22 +303,22 @@ class TrainerStatus:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The loader or loaders of the last validation."""
+        """The validation loader or loaders of the last validation, or None before they are created."""
         return self.current.loaders.get(Stage.VALIDATE)
 
     @property
     def test_dataloaders(self) -> Any:
-        """The loader or loaders of the last `test`."""
+        """The test loader or loaders of the last `test`, or None before they are created."""
         return self.current.loaders.get(Stage.TEST)
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader or loaders of the last `predict`."""
+        """The prediction loader or loaders of the last `predict`, or None before they are created."""
         return self.current.loaders.get(Stage.PREDICT)
 
     @property
     def is_finite(self) -> bool:
-        """True if all logged training values, and the weights at epoch ends, are finite."""
+        """True if all logged training values, and the weights at the end of each epoch, have been finite."""
         return self.finiteness.is_finite
 
     # stages
@@ -329,12 +335,12 @@ class TrainerStatus:
 
     @property
     def batch(self) -> Any:
-        """The current batch."""
+        """The current batch, or None if no batch is being processed."""
         return self.current.batch
 
     @property
     def batch_info(self) -> BatchInfo | None:
-        """Facts about the current batch from its loader, such as the number of real rows, or None."""
+        """The index, the number of rows and other facts about the current batch, or None without a batch."""
         return self.current.batch_info
 
     @property
@@ -344,7 +350,7 @@ class TrainerStatus:
 
     @property
     def validating(self) -> bool:
-        """True during a validation in `fit` or `validate`, but not during the sanity check."""
+        """True during `validate` and the validation in `fit`, but not during the sanity check."""
         return self.stage is Stage.VALIDATE and not self.sanity_checking
 
     @property
@@ -359,15 +365,15 @@ class TrainerStatus:
 
     @property
     def validates(self) -> bool:
-        """True if the run has validation data and a `validation_step`."""
+        """True if the current `fit` runs validation: there is validation data and a `validation_step`."""
         return self.loop is not None and self.loop.validates
 
     @property
     def validation_follows(self) -> bool:
-        """True if a validation follows the step that is being finished."""
+        """True if validation runs directly after the current training step."""
         return self.loop is not None and self.loop.validation_follows
 
-    # the end
+    # end of the run
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -376,17 +382,17 @@ class TrainerStatus:
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C has ended, or is about to end, the last `fit`."""
+        """True if Ctrl-C has stopped the last `fit`, or will stop the running one after its current step."""
         return self.control.interrupted
 
     @property
     def preempted(self) -> bool:
-        """True if a preemption signal of the cluster has ended, or is about to end, the last `fit`."""
+        """True if the cluster's preemption signal has stopped the last `fit`, or will soon stop the running one."""
         return self.control.preempted
 
     @property
     def rollback_requested(self) -> bool:
-        """True if the run returns to an earlier checkpoint after this step."""
+        """True if training returns to an earlier checkpoint after the current step."""
         return self.control.rollback_path is not None
 
     # callbacks
@@ -421,10 +427,10 @@ R = TypeVar("R")
 
 _WITHOUT_EFFECT = {
     "fused_optimizer": FUSED_HINT,
-    "optimizer_in_backward": "Each step has the same numbers without it; FSDP and cpu_offload save memory.",
+    "optimizer_in_backward": "Results are the same without it. To save memory, use FSDP or cpu_offload.",
     "advise": "Run drivetrain tune script.py, which shows what makes steps faster.",
 }
-"""Arguments of the Trainer that are taken and ignored, with what to do instead."""
+"""Arguments of the Trainer that have no effect, each with advice on what to do instead."""
 
 
 class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
@@ -433,7 +439,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device, or an existing `Accelerator`.
         strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`. With `"ddp_spawn"` and
-            `"ddp_fork"`, each verb such as `fit` starts its own processes and returns their result to this one.
+            `"ddp_fork"`, each call of `fit` or a similar method starts its own processes and returns their result.
         devices: The number of processes on this machine, `"auto"`, or device indices (`[0, 1]`, `"0,1"`). If the script
             runs without a launcher and needs several processes, it is restarted under one.
         num_nodes: The expected number of machines. The launcher sets the actual number.
@@ -501,16 +507,16 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     """
 
     accelerator: Accelerator
-    """The engine that the Trainer runs on: placement, precision, collectives and checkpoints of its run."""
+    """The `Accelerator` that the Trainer uses for devices, precision, collectives and checkpoints."""
 
     callbacks: list[Callback]
     """The callbacks, in the order in which their hooks are called."""
 
     progress: Progress
-    """How far the run is: epochs, batches and steps; `progress.count` has other units."""
+    """The counters of the run: epochs, batches and steps. `progress.count` returns other units."""
 
     advice: Sequence[Any] = ()
-    """Deprecated, empty: `drivetrain tune` shows what makes steps faster."""
+    """Deprecated and always empty. `drivetrain tune` shows how to make steps faster."""
 
     @known_keywords
     def __init__(
@@ -521,7 +527,8 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
         precision: str | int | Precision | None = None,
-        logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,  # bool first, for the command line
+        # `bool` first, so that the command line does not read "true" as a name.
+        logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
@@ -565,12 +572,14 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         seed: int | None = None,
         advise: bool | None = None,
     ) -> None:
+        # First, while the local variables are only the arguments.
         given = dict(locals())
         if num_workers is not None:
             warn_of_workers("Trainer", num_workers)
         for name, hint in _WITHOUT_EFFECT.items():
             if given[name] is not None:
                 warn_ignored("Trainer", name, given[name], hint, since="0.1.0", removed_in="0.3.0", stacklevel=5)
+        # Options are checked before processes are started, so that errors appear once and at once.
         self.options = TrainerOptions.from_arguments(given)
         engine = (accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm)
         compilation = None if compile is None else compile_plugin(compile)
@@ -593,14 +602,14 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The learning-rate and batch-size searches of this Trainer, for callbacks that run them."""
+        """The object that runs learning-rate and batch-size searches, for `Tuner` and callbacks."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
         super().change_options(**changed)
         self.control.options = self.options
 
-    # the four verbs
+    # fit, validate, test and predict
 
     @known_keywords
     def fit(
@@ -633,15 +642,16 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                 `on_interrupt="return"`.
             CheckpointError: The checkpoint is missing, damaged or belongs to another run.
             ConfigurationError: The task or its optimizers cannot be trained with these options.
-            LaunchError: A process that was started for this verb failed, for example with `strategy="ddp_spawn"`.
+            LaunchError: A process that was started for this call failed, for example with `strategy="ddp_spawn"`.
             DataError: A loader is missing or empty.
         """
         model = uncompiled(model)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        # Before processes start and data are loaded: the common mistakes are reported at once.
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
-            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
+            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} have the same meaning. Use one.")
         if self.spawning is not None:
             asked = asked_to_resume(ckpt_path if resume is None else resume)
             self._spawned(Stage.TRAIN, model, train_dataloaders, val_dataloaders, datamodule, asked, None, weights_only)
@@ -660,33 +670,39 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                     loop.run()
                     if self.saves is not None:
                         with self.timing.span(CHECKPOINT):
+                            # A checkpoint that is written in the background must be complete before `fit` returns.
                             self.saves.finish()
                 if not self.preempted:
                     self.hooks.call("on_fit_end")
         except BaseException as error:
             self.control.record_exception(error)
+            # Due values are written before the `on_exception` hooks, and all others after them.
             self.tracker_log.write_last_step()
             self.task_run.report_exception(model, error)
             self.tracker_log.write_last_step(though_not_due=True)
+            # After Ctrl-C, `fit` ends in order, and raises KeyboardInterrupt only after the teardown.
             if not self.interrupted:
                 raise
         finally:
             self.task_run.tear_down(model, Stage.TRAIN)
             if self.is_global_zero and not self.barebones:
                 self.print(last_line(self))
+        # The exit code tells the launcher or the scheduler to start the job again.
         if self.preempted:
             sys.exit(RESUME_EXIT_CODE)
         if self.interrupted and self.on_interrupt == "raise":
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Set up a `fit`: place and restore everything, and call the setup hooks in order. Returns its loop."""
+        """Prepare a `fit`: task, data, checkpoint and hooks. Return the training loop, which has not yet begun."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
             keeps_objects = self.checkpoint_format.keeps_objects
             for owner in filter(None, (task, self.datamodule)):
-                storable(without_modules(owner.hparams), keeps_objects)  # raises here rather than at the first save
+                # Raises an error now rather than at the first save.
+                storable(without_modules(owner.hparams), keeps_objects)
+        # A callback such as NaNGuard checks the values itself.
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         with self.accelerator.precision.init_context(), self.strategy.init_context():
@@ -695,11 +711,14 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         directory = self.task_run.checkpoint_path = find_checkpoint(self, asked_to_resume(resume))
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
+            # Before optimizers exist: `on_load_checkpoint` may still change the model.
             saved.restore_early()
         model = self.task_run.place(task, self.task_run.configure_optimizers(task))
         if saved is not None:
+            # After placement, so that each process reads only its own shards.
             saved.restore_weights()
         self.progress.begin_epoch(self.progress.epoch)
+        # After the weights are restored: callbacks such as `WeightAveraging` copy them here.
         self.hooks.call("on_fit_start")
         if saved is not None:
             saved.restore_training()
@@ -709,6 +728,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         step = choose_step(self, task, training_model)
         sources = self.task_run.sources
         validation = make_validation(self, task, model, sources[Stage.VALIDATE])
+        # A resumed run has already passed the sanity check.
         if saved is None:
             run_sanity_check(self, validation)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
@@ -719,6 +739,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         loop = self.loop = self.make_fit_loop(step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
+            # Only stored here: the loop restores the position in the data when its first epoch begins.
             loop.resume_from(saved)
         task_checks.check_saved_states(self)
         return loop
@@ -733,7 +754,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the validation data. Every sample counts once over all processes.
+        """Evaluate a task on the validation data. Every sample counts exactly once, on any number of processes.
 
         Args:
             model: The task. None uses the task of the last `fit`.
@@ -762,7 +783,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the test data. Arguments and result are those of `validate`."""
+        """Evaluate a task on the test data. Arguments and result are the same as for `validate`."""
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
@@ -779,7 +800,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         weights_only: bool | None = None,
         gather: bool = True,
     ) -> list[Any]:
-        """Run `predict_step` on the prediction data. Every sample is predicted once over all processes.
+        """Run `predict_step` on the prediction data, for every sample exactly once, and return the results.
 
         Args:
             model: The task. None uses the task of the last `fit`.
@@ -803,14 +824,14 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
     def _spawned(self, stage: Stage, model: Task | None, *given: Any) -> Any:
-        """Run a verb in new processes. Returns the result of the first one."""
-        from drivetrain.trainer.spawning import run_spawned  # here: few Trainers start processes
+        from drivetrain.trainer.spawning import run_spawned  # here, because few Trainers start processes
 
+        # Without `self` and `model`.
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Return the loader to prepare in place of a user's loader. Override it to check or replace loaders.
+        """Return the loader to use in place of a user's data loader. Override it to check or replace loaders.
 
         Args:
             loader: The user's loader. Several loaders are passed one by one.
@@ -828,11 +849,12 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             given: The loader or loaders.
             stage: The stage that uses them. Training loaders are iterated in parallel, others one after another.
         """
+        # In training, shorter loaders start again until the longest one ends.
         mode = "max_size_cycle" if stage is Stage.TRAIN else "sequential"
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return the part of a loader's data for this process, or None for the strategy's choice.
+        """Return the part of a loader's data that this process reads, or None to let the strategy decide.
 
         Args:
             loader: The loader.
@@ -841,7 +863,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return None if shares else DataShard()
 
     def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-        """Parse one scheduler entry of the result of `configure_optimizers`.
+        """Create a `SchedulerConfig` from one scheduler that `configure_optimizers` returned.
+
+        Override it to accept or check more formats.
 
         Args:
             given: The scheduler, or a dict with the scheduler and its step interval.
@@ -854,7 +878,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many steps to count for a window in which `training_step` skipped every batch. The default is 0.
+        """Return the number of steps to count if `training_step` skipped all micro-batches of an optimizer step.
+
+        The default is 0. Override it to count such steps.
 
         Args:
             window: The micro-batches.
@@ -862,7 +888,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return 0
 
     def make_fit_loop(self, *parts: Any) -> FitLoop:
-        """Create the training loop of a `fit`. Override it to use a subclass of `FitLoop`.
+        """Create the training loop that `fit` runs. Override it to use a subclass of `FitLoop`.
 
         Args:
             parts: The arguments of `FitLoop` after the Trainer.
@@ -870,7 +896,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return FitLoop(self, *parts)
 
     def adopt_callbacks(self, added: Any) -> None:
-        """Add a task's callbacks. They replace callbacks of the same class or of a base class.
+        """Add the callbacks of a task. They replace the Trainer's callbacks of the same class or of a base class.
 
         Args:
             added: One callback or several.
@@ -878,7 +904,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.callbacks = setup.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Send numbers to the trackers and to callbacks that monitor them. Call it on all processes.
+        """Send values to the experiment trackers and to callbacks that monitor them. Call it on all processes.
 
         Args:
             values: Numbers by name.
@@ -888,7 +914,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.tracker_log.write(values, self.global_step if step is None else step)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context manager in which new modules get the run's device and dtype.
+        """Return a context manager in which new modules are created on the run's device and in its dtype.
 
         Under a sharding strategy, parameters get their values later, during placement.
 
@@ -908,7 +934,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         block: bool = True,
         format: str | None = None,
     ) -> checkpoint.PendingSave:
-        """Save a checkpoint. Call it on all processes.
+        """Save the state of the run, or only its weights, as a checkpoint. All processes must call it.
 
         Args:
             filepath: The checkpoint's directory or URL. It appears only after it is complete.
@@ -925,14 +951,17 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write. An existing checkpoint stays intact.
         """
         step = self.accelerator.optimizer_step
+        # Some parameters are one step ahead of the others, and no resume could repair that.
         if step.is_torn:
             raise CheckpointError(
-                "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
-                "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "
-                "Save in on_train_batch_end, or resume from the last checkpoint."
+                "A checkpoint cannot be saved while a step is changing parameters: between the steps of two "
+                "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that updates parameters. "
+                "Save it in on_train_batch_end, or resume from the last checkpoint."
             )
         if self.loop is not None and self.current.stage in (Stage.TRAIN, Stage.VALIDATE):
+            # A run that resumes from the checkpoint does not log the current step again.
             self.tracker_log.write_due_values()
+        # A subclass may have its own format without registering it.
         known = (self.checkpoint_format, DIRECTORIES)
         chosen = next((each for each in known if format in (None, each.name)), None)
         save = (chosen or checkpoint.find_format(str(format))).save
@@ -946,15 +975,16 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of optimizer steps that `fit` will take, or infinity if unknown. Useful for schedules.
+        """The number of optimizer steps that `fit` will take, for learning-rate schedules. Infinity if unknown.
 
         Raises:
             ConfigurationError: No `fit` is running.
         """
         training = self.task_run.sources.get(Stage.TRAIN)
         if training is None:
-            raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
+            raise ConfigurationError("estimated_stepping_batches is available only during fit().")
         loader = training.prepare_training()
+        # Callers read this before the first epoch, for example to create a schedule.
         self.current.training_batches = epoch_length(self, loader)
         return estimate_steps(self, loader)
 
@@ -976,7 +1006,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def should_stop(self) -> bool:
-        """True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
+        """True if `fit` ends after the current step. Set it to True to request that, as with `request_stop`."""
         return self.control.stop_requested
 
     @should_stop.setter
@@ -987,7 +1017,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
     def request_stop(self, reason: str, asker: str = "") -> None:
-        """Request the end of `fit` after this step, on all processes, once `min_epochs` and `min_steps` are reached.
+        """End `fit` on all processes after the current step, once `min_epochs` and `min_steps` are reached.
 
         Args:
             reason: The source of the request and its reason, for the message at the end of the run.
@@ -996,9 +1026,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel a request to stop whose reason no longer holds, while `min_epochs` or `min_steps` is not reached.
+        """Cancel an earlier `request_stop`, while `min_epochs` or `min_steps` is not yet reached.
 
-        Call it on all processes. Requests of others remain. `trainer.should_stop = False` cancels all requests.
+        Used when the reason of the request no longer holds. Call it on all processes. Requests of others remain.
+        `trainer.should_stop = False` cancels all requests.
 
         Args:
             asker: The name that was passed to `request_stop`.
@@ -1006,7 +1037,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after this step, and skip some batches. Call it on all processes.
+        """Return to an earlier checkpoint after the current step, and continue from it. All processes must call it.
 
         Args:
             path: The checkpoint.
@@ -1015,7 +1046,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_rollback(path, skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Skip some of this process's training batches.
+        """Skip some of this process's training batches in the rest of the run, such as batches with bad data.
 
         Args:
             batches: The batches, as (epoch, batch index).

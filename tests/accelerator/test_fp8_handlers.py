@@ -100,8 +100,8 @@ def test_an_accelerator_takes_torchaos_own_configuration():
     [
         ([AORecipeKwargs(), TERecipeKwargs()], "AORecipeKwargs and TERecipeKwargs, recipes for 'fp8' both"),
         ([AORecipeKwargs(), AORecipeKwargs()], "holds two AORecipeKwargs"),
-        ([FP8RecipeKwargs(backend="AO")], "FP8RecipeKwargs(backend)='AO'. Allowed: te, msamp"),
-        ([TERecipeKwargs(fp8_format="E5M2")], "format='E5M2'. Allowed: HYBRID, E4M3"),
+        ([FP8RecipeKwargs(backend="AO")], "FP8RecipeKwargs(backend)='AO' is not supported. Allowed: te, msamp"),
+        ([TERecipeKwargs(fp8_format="E5M2")], "format='E5M2' is not supported. Allowed: HYBRID, E4M3"),
         ([TERecipeKwargs(override_linear_precision=(False, False, True))], "recipe='rowwise_gw_hp'"),
         ([TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=4)], "which keeps no history"),
     ],
@@ -170,10 +170,10 @@ def test_a_config_becomes_a_precision(config, expected):
         ({"amax_history": 3}, "Unknown key 'amax_history' in fp8_config"),
         ({"amax_history": 3}, "Did you mean 'amax_history_len'?"),
         ({"backend": "apex"}, "fp8_config's backend='apex'"),
-        ({"backend": "AO", "margin": 1}, "has margin, but its backend is 'torchao'"),
-        ({"amax_history_len": 3, "amax_history_length": 4}, "twice, in both spellings: 3 and 4"),
-        ({"backend": "TE", "margin": "much"}, "fp8_margin='much': give a whole number"),
-        ({"pad_inner_dim": "maybe"}, "fp8_pad_inner_dim='maybe': give true or false"),
+        ({"backend": "AO", "margin": 1}, "contains margin, which the backend 'torchao' does not support"),
+        ({"amax_history_len": 3, "amax_history_length": 4}, "in two spellings: 3 and 4"),
+        ({"backend": "TE", "margin": "much"}, "fp8_margin='much' is not supported. Use a whole number"),
+        ({"pad_inner_dim": "maybe"}, "fp8_pad_inner_dim='maybe' is not supported. Use true or false"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(config, message):

@@ -96,7 +96,7 @@ def test_the_environment_is_checked_too(monkeypatch):
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mixed_precision": "bf-16"}, r"Unknown precision 'bf-16'.*Allowed: 32.*Did you mean 'bf16"),
     ({"strategy": "dpp"}, r"Unknown strategy 'dpp'.*single, ddp.*Did you mean 'ddp'"),
-    ({"strategy": 3}, "must be a name or a Strategy, got int"),
+    ({"strategy": 3}, "must be a name or a Strategy object, got int"),
     ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, "two GradScalerKwargs"),
     ({"kwargs_handlers": [{"init_scale": 1}]}, "holds a dict; allowed: DistributedDataParallelKwargs"),
     (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -105,7 +104,8 @@ def bare(strategy: str, precision: str, accumulate: int, world: int, meter: Mete
     elif strategy == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy()
+        low = None if precision == "32" else torch.bfloat16
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -119,7 +119,7 @@ def bare(strategy: str, precision: str, accumulate: int, world: int, meter: Mete
         elif strategy == "fsdp":
             model.set_requires_gradient_sync(steps)  # type: ignore[operator]
         with context:
-            with torch.autocast("sim", torch.bfloat16, enabled=precision != "32"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32"):
                 loss = F.cross_entropy(model(x), y)
             (loss / accumulate if accumulate > 1 else loss).backward()
         if steps:
@@ -142,7 +142,7 @@ class Costs(Task):
 def with_trainer(
     strategy: str, precision: str, accumulate: int, world: int, meter: Meter, callbacks: list[Callback] | None = None
 ) -> None:
-    """`Trainer.fit` without a logger, with the default callbacks otherwise."""
+    """`Trainer.fit` with the default callbacks, and with a logger if callbacks are given, which may need one."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             strategy=strategy,
@@ -150,7 +150,7 @@ def with_trainer(
             accumulate_grad_batches=accumulate,
             max_epochs=1,
             callbacks=callbacks,
-            logger=False,
+            logger="csv" if callbacks else False,
             default_root_dir=folder,
             enable_checkpointing=False,
         )
@@ -165,15 +165,11 @@ def with_accelerator(strategy: str, precision: str, accumulate: int, world: int,
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader: Any = batches(world)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in _ended(loader):
+    for x, y in loader:
         with accelerator.accumulate(model):
             accelerator.backward(F.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-
-
-def _ended(loader: Any) -> Iterator[Any]:
-    yield from loader
 
 
 DRIVERS = {"bare": bare, "trainer": with_trainer, "accelerator": with_accelerator}
@@ -187,4 +183,11 @@ def cost(driver: str, strategy: str, precision: str, accumulate: int, world: int
         DRIVERS[driver](strategy, precision, accumulate, world, meter)
     finally:
         network.bandwidth = 0.0
+    return meter.counts
+
+
+def cost_with_callbacks(*kinds: type[Callback]) -> dict[str, Any]:
+    """Count a step of the Trainer with callbacks, in one process and 32 bits."""
+    meter = Meter(start(1))
+    with_trainer("single", "32", 1, 1, meter, [kind() for kind in kinds])
     return meter.counts

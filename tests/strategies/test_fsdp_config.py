@@ -83,10 +83,10 @@ def test_a_hybrid_shards_within_machines_and_copies_over_them(monkeypatch):
     ("given", "says"),
     [
         ({"fsdp_ofload_params": True}, "Unknown key 'fsdp_ofload_params' .* Did you mean 'fsdp_offload_params'?"),
-        ({"fsdp_sharding_strategy": "FULL"}, "allowed are FULL_SHARD, SHARD_GRAD_OP"),
-        ({"fsdp_sharding_strategy": "NO_SHARD"}, "use strategy='ddp'"),
-        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "needs fsdp_min_num_params"),
-        ({"fsdp_offload_params": "perhaps"}, "give true or false"),
+        ({"fsdp_sharding_strategy": "FULL"}, "Allowed: FULL_SHARD, SHARD_GRAD_OP"),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, "Use strategy='ddp'"),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "requires fsdp_min_num_params"),
+        ({"fsdp_offload_params": "perhaps"}, "Use true or false"),
     ],
 )
 def test_what_cannot_be_is_refused(given, says):
@@ -98,4 +98,6 @@ def test_a_key_that_means_nothing_is_said_once(caplog):
     for _ in range(2):
         FSDP.from_config({"fsdp_use_orig_params": True, "fsdp_limit_all_gathers": True})
     said = [record.message for record in caplog.records if "fsdp_limit_all_gathers" in record.message]
-    assert said == ["fsdp_limit_all_gathers=True changes nothing: gathers are always limited."]
+    assert said == [
+        "fsdp_limit_all_gathers=True has no effect: the number of concurrent all-gathers is always limited."
+    ]

@@ -71,7 +71,7 @@ def refuses_to_guess_values() -> str:
 
 
 def test_a_module_that_does_not_say_how_it_starts_is_named(here):
-    assert "Unheard cannot make them" in here(refuses_to_guess_values)
+    assert "Unheard cannot initialize them" in here(refuses_to_guess_values)
 
 
 class Holder(nn.Module):
@@ -115,7 +115,7 @@ def test_weights_are_streamed_from_files(tmp_path):
         assert each == {"": (True, 0.0)}
     save_file({"net.tokens.weight": state["net.tokens.weight"]}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ProcessesFailed, match="holds the weights of another model: not in it"):
+    with pytest.raises(ProcessesFailed, match="does not contain the weights of this model: not in it"):
         run_in_processes(streams_weights, 2, args=(str(tmp_path),), timeout=30)
 
 

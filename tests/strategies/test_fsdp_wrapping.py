@@ -73,13 +73,13 @@ def names_in_order(model, units):
     [
         ("Blok", r"has no module of this class. It has: .*Block \(3\).* Did you mean 'Block'\?"),
         (nn.Conv2d, r"wrap names 'Conv2d', but the model has no module"),
-        (lambda module: False, r"says True for no module. It has: "),
+        (lambda module: False, r"returned True for no module. It has: "),
         (10**9, r"the whole model has \d+"),
-        (0, "needs at least 1 parameter"),
-        (True, "wrap=True: give 'auto'"),
+        (0, "must be at least 1"),
+        (True, "wrap=True is not supported. Allowed: 'auto'"),
         (1.5, "wrap must be 'auto'"),
-        ([], "names no class"),
-        ([3], "takes classes and their names, got 3"),
+        ([], "contains no class"),
+        ([3], "takes classes or class names, got 3"),
     ],
 )
 def test_a_policy_that_matches_nothing_is_refused(wrap, says):

@@ -125,4 +125,4 @@ def converted() -> list[str]:
 def test_an_optimizer_over_parameters_that_placing_has_replaced_is_refused_by_name() -> None:
     trained, message = run_in_processes(converted, 1)[0]
     assert trained == "trained"
-    assert "AdamW holds first.weight as it was before the model was placed" in message
+    assert "AdamW holds the old parameter first.weight, which was replaced" in message

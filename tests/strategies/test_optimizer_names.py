@@ -91,7 +91,9 @@ def test_groups_of_other_parameters_are_refused():
 def test_a_parameter_that_is_not_the_model_s_cannot_be_named():
     accelerator = Accelerator(cpu=True)
     loose = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"SGD holds a parameter of shape \(3,\) that is not the model's"):
+    with pytest.raises(
+        CheckpointError, match=r"SGD holds a parameter of shape \(3,\) that does not belong to the model"
+    ):
         accelerator.strategy.state.optimizer(model_of(0), loose)
 
 

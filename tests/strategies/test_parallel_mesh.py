@@ -96,7 +96,7 @@ def test_options_that_cannot_be_are_refused(options, message):
 
 @pytest.mark.parametrize("name", ["parallel", "tp", "cp", "pipeline"])
 def test_a_name_alone_says_no_sizes(name):
-    message = rf"strategy='{name}' needs to know over how many processes: give strategy=Parallel\(tp=2"
+    message = rf"strategy='{name}' needs the number of processes for each dimension. Use strategy=Parallel\(tp=2"
     with pytest.raises(ConfigurationError, match=message):
         resolve_strategy(name, ProcessEnvironment.detect({}))
 

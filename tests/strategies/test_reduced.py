@@ -240,7 +240,7 @@ def refusals() -> dict[str, str]:
 def test_gradients_that_are_not_averaged_are_refused_by_name() -> None:
     for found in run_in_processes(refusals, 2, timeout=60):
         for name, (_, parameter) in UNREDUCED.items():
-            assert f"The gradient of {parameter} on rank 1 is another than on rank 0" in found[name], name
+            assert f"The gradient of {parameter} on rank 1 differs from rank 0" in found[name], name
             assert "self.manual_backward(loss)" in found[name]
 
 
@@ -273,4 +273,4 @@ def test_copies_are_compared_at_an_interval_and_at_saves(tmp_path: Any, every: i
     for message, ended in run_in_processes(drift, 2, (every, str(tmp_path / "saved") if saves else None)):
         assert ended == step
         is_found = every == 5 or (every and saves)
-        assert ("The value of b.weight on rank 1 is another than on rank 0" in message) == bool(is_found)
+        assert ("The value of b.weight on rank 1 differs from rank 0" in message) == bool(is_found)

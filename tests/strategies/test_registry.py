@@ -57,8 +57,8 @@ def test_a_strategy_is_taken_as_it_is():
         ("dpp", r"Unknown strategy 'dpp'. Allowed: auto, single, ddp.*Did you mean 'ddp'.*register_strategy"),
         ("fsdp9000", "Unknown strategy 'fsdp9000'"),
         ("ddp_spawned", r"Unknown strategy 'ddp_spawned'.*Did you mean 'ddp_spawn'"),
-        (None, "must be a name or a Strategy, got NoneType"),
-        (DDP, r"got the class DDP. Make one: DDP\(\)"),
+        (None, "must be a name or a Strategy object, got NoneType"),
+        (DDP, r"got the class DDP. Use DDP\(\)"),
     ],
 )
 def test_what_is_no_strategy_is_refused(spec, message):
@@ -84,7 +84,9 @@ def test_other_strategies_leave_the_processes_alone(spec):
 
 
 def test_an_accelerator_has_no_verbs_to_start_processes_for():
-    with pytest.raises(ConfigurationError, match=r"'ddp_spawn' runs each verb of a Trainer.*notebook_launcher"):
+    with pytest.raises(
+        ConfigurationError, match=r"'ddp_spawn' starts new processes for each Trainer method.*notebook_launcher"
+    ):
         Accelerator(cpu=True, strategy="ddp_spawn")
 
 
@@ -98,7 +100,7 @@ def single_among_two() -> str:
 
 def test_single_is_refused_in_a_world_of_two():
     for rank, text in enumerate(run_in_processes(single_among_two, 2)):
-        assert f"strategy='single' runs one process, but this is rank {rank} of 2" in text
+        assert f"strategy='single' supports only one process, but this is rank {rank} of 2" in text
         assert "Use strategy='ddp' or 'auto'" in text
 
 
@@ -193,7 +195,7 @@ def test_it_may_refuse_a_precision():
 @pytest.mark.usefixtures("registered")
 def test_a_name_that_is_taken_needs_a_word():
     for name in ("noted", "ddp", "auto"):
-        with pytest.raises(ConfigurationError, match=f"'{name}' is registered already; pass replace=True"):
+        with pytest.raises(ConfigurationError, match=f"'{name}' is already registered. Pass replace=True"):
             register_strategy(name, Noted)
     register_strategy("noted", lambda: Noted(), replace=True)
 

@@ -127,20 +127,20 @@ def fit() -> list[str]:
 def test_a_search_that_finds_nothing_is_named_once_with_its_cost(micro_batches):
     first, second = run_in_processes(step_with, 2, args=([["lr"], ["lr"]], micro_batches, 3 * ENOUGH))
     [message] = first
-    assert message.startswith("find_unused_parameters=True: all parameters took part in the loss in each of the first")
+    assert message.startswith("find_unused_parameters=True: the loss depended on all parameters in each of the first")
     assert re.search(COST, message)
     assert second == []
 
 
 def test_a_search_in_fit_that_finds_nothing_is_named_once():
     first, second = run_in_processes(fit, 2)
-    assert ["all parameters took part" in message for message in first] == [True]
+    assert ["the loss depended on all parameters" in message for message in first] == [True]
     assert second == []
 
 
 def test_parameters_that_never_take_part_are_named():
     [message], _ = run_in_processes(step_with, 2, args=([["l"], ["l"]], 1, ENOUGH))
-    assert "were the same on all processes: right.weight, right.bias. Freeze them" in message
+    assert "the same parameters were unused on all processes: right.weight, right.bias. Freeze them" in message
     assert 'DDP(find_unused_parameters="auto")' in message
 
 
@@ -190,16 +190,16 @@ def test_a_batch_left_out_depends_on_what_is_used():
 
 
 def test_a_parameter_that_takes_part_later_is_an_error():
-    with pytest.raises(ProcessesFailed, match=r"right\.(weight|bias) takes part in the loss, which it did not on any"):
+    with pytest.raises(ProcessesFailed, match=r"the loss depends on right\.(weight|bias), which no process used"):
         run_in_processes(take_part_later, 2, timeout=30)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"find_unused_parameters": "yes"}, "it is True, False or"),
-        ({"find_unused_parameters": "auto", "static_graph": True}, "beside static_graph=True"),
-        ({"find_unused_parameters": "auto", "comm_hook": "powersgd"}, "beside comm_hook='powersgd'"),
+        ({"find_unused_parameters": "yes"}, "use True, False or"),
+        ({"find_unused_parameters": "auto", "static_graph": True}, "cannot be combined with static_graph=True"),
+        ({"find_unused_parameters": "auto", "comm_hook": "powersgd"}, "cannot be combined with comm_hook='powersgd'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):

@@ -166,7 +166,7 @@ FITS: list[tuple[str, Callable[[], Any], list[str]]] = [
     (
         "loaders and a module",
         lambda: quiet().fit(Weight(), ones(1), datamodule=DataModule()),
-        ["loaders or a datamodule, not both"],
+        ["both loaders and a datamodule"],
     ),
     ("not a module", lambda: quiet().fit(Weight(), datamodule=ones(1)), ["datamodule", "DataLoader"]),
     (
@@ -242,7 +242,7 @@ CONFIGURED: list[tuple[str, Callable[[Weight, SGD], Any], list[str]]] = [
     ("a scheduler's key", lambda t, o: step(o, intervall="step"), ["'intervall'", "Did you mean 'interval'"]),
     ("an interval", lambda t, o: step(o, interval="batch"), ["'batch'", "'epoch' or 'step'"]),
     ("a frequency", lambda t, o: step(o, frequency=0), ["frequency", "at least 1"]),
-    ("no scheduler", lambda t, o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}, ["no key 'scheduler'"]),
+    ("no scheduler", lambda t, o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}, ["must have the key"]),
     ("a scheduler of nothing", lambda t, o: [[o], [3]], ["step()", "int"]),
     ("an unwatched plateau", lambda t, o: plateau(o), ["ReduceLROnPlateau", "'monitor'"]),
     ("an unlogged monitor", lambda t, o: plateau(o, monitor="val_lost"), ["'val_lost'", "val_loss", "strict=False"]),
@@ -308,7 +308,7 @@ STEPS: list[tuple[str, Callable[[], Weight], list[str]]] = [
     ("a vector logged", lambda: doing(logging("v", torch.ones(3))), ["'v'", "(3,)", ".mean()"]),
     ("a text logged", lambda: doing(logging("v", "high")), ["'v'", "str"]),
     ("a reduction", lambda: doing(logging("v", 1.0, reduce_fx="median")), ["'median'", "mean, sum, max, min"]),
-    ("nothing kept", lambda: doing(logging("v", 1.0, on_step=False, on_epoch=False)), ["keep nothing"]),
+    ("nothing kept", lambda: doing(logging("v", 1.0, on_step=False, on_epoch=False)), ["keeps no value"]),
     (
         "a step of an epoch",
         lambda: doing(on_train_epoch_end=lambda self: self.log("v", 1.0, on_step=True)),
@@ -390,7 +390,7 @@ def test_what_optimizing_by_hand_leaves_to_the_task_is_not_silently_ignored() ->
         with pytest.raises(ConfigurationError) as raised:
             fitted(doing(automatic_optimization=False), ones(1), **{option: value})
         assert f"{option}={value}" in str(raised.value)
-        assert "by hand" in str(raised.value)
+        assert "automatic_optimization = False" in str(raised.value)
 
 
 def test_times_may_be_given_in_three_ways() -> None:

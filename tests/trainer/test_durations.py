@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, unit: st
 
 def test_a_run_that_has_not_counted_from_its_beginning_is_refused(tmp_path: Path) -> None:
     fitted(Weight(), data(), max_steps=3).save_checkpoint(tmp_path / "first")
-    with pytest.raises(ConfigurationError, match="its first 3 steps have not counted any"):
+    with pytest.raises(ConfigurationError, match="did not count samples in its first 3 steps"):
         quiet(max_epochs=None, max_duration="50 samples").fit(Weight(), data(), resume=tmp_path / "first")
 
 
@@ -166,12 +166,12 @@ def test_an_option_is_read_when_it_is_written() -> None:
     ("options", "said"),
     [
         ({"max_duration": "5 stepps"}, "'stepps' is not a unit.*Did you mean 'steps'"),
-        ({"max_duration": "10%"}, "a run's length cannot be a part of it"),
+        ({"max_duration": "10%"}, "is a fraction of the run, so it cannot limit the run"),
         ({"max_duration": "5 steps", "max_steps": 4}, "max_duration='5 steps' and max_steps=4 limit the same"),
         ({"max_duration": "1 min", "max_time": "2 min"}, "limit the same"),
         ({"max_time": "5 steps"}, "max_time='5 steps' is not a time.*max_duration takes the other units"),
-        ({"val_check_interval": "5 steps", "check_val_every_n_epoch": 3}, "counts through all epochs"),
-        ({"val_check_interval": "0 steps"}, "more than nothing"),
+        ({"val_check_interval": "5 steps", "check_val_every_n_epoch": 3}, "counts across epochs"),
+        ({"val_check_interval": "0 steps"}, "must be greater than 0"),
     ],
     ids=str,
 )
@@ -191,7 +191,7 @@ def test_tokens_that_nobody_counts_are_refused() -> None:
 
 
 def test_a_part_of_a_run_without_an_end_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="how long that is is not known"):
+    with pytest.raises(ConfigurationError, match="the length of the run is unknown"):
         fitted(Weight(), data(), ones(1), max_epochs=-1, val_check_interval="10%")
 
 

@@ -417,10 +417,10 @@ def losses_of(**options: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"optimizer_in_backward": True}, "Each step has the same numbers without it"),
+        ({"optimizer_in_backward": True}, "Results are the same without it"),
         ({"advise": True}, "Run drivetrain tune script.py"),
         ({"num_workers": "auto"}, "Each loader keeps its own number"),
-        ({"optimizer_in_backward": True, "accumulate_grad_batches": 2}, "Each step has the same numbers without it"),
+        ({"optimizer_in_backward": True, "accumulate_grad_batches": 2}, "Results are the same without it"),
     ],
     ids=str,
 )

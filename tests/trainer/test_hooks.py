@@ -203,7 +203,7 @@ def test_what_one_process_has_is_written_where_it_breaks_alone(tmp_path: Path) -
     assert found["own", 2] == 11.0
     assert found["both", 2] == 11.0  # of rank 0 alone
     assert len(warned) == 1
-    assert "the last values of both (step 2) are those of rank 0 alone" in warned[0]
+    assert "the last values of both (step 2) could not be reduced. The trackers receive those of rank 0" in warned[0]
 
 
 BREAKS_ON_RANK_1 = """

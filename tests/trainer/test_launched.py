@@ -27,9 +27,9 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 ACCUMULATION: list[tuple[str | None, int | None, int | None, int, str | None]] = [
     (None, None, None, 1, None),
     ("1", None, None, 1, None),
-    ("4", None, None, 4, "the launcher was asked for --gradient_accumulation_steps 4"),
-    ("4", 2, None, 2, r"Trainer(accumulate_grad_batches=2) counts, not the launcher's"),
-    ("4", 1, None, 1, r"Trainer(accumulate_grad_batches=1) counts, not the launcher's"),
+    ("4", None, None, 4, "the launcher was started with --gradient_accumulation_steps 4"),
+    ("4", 2, None, 2, r"Trainer(accumulate_grad_batches=2) replaces the launcher's"),
+    ("4", 1, None, 1, r"Trainer(accumulate_grad_batches=1) replaces the launcher's"),
     ("4", 4, None, 4, None),
     (None, None, 2, 2, None),
     ("4", None, 2, 2, None),
@@ -72,6 +72,6 @@ def test_sync_batchnorm_under_a_launchers_strategy_is_refused(
 ) -> None:
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigurationError, match=rf"sync_batchnorm=True.*the launcher was asked for strategy='{name}'"):
+    with pytest.raises(ConfigurationError, match=rf"sync_batchnorm=True.*the launcher selected strategy='{name}'"):
         Trainer(accelerator="cpu", sync_batchnorm=True)
     assert Trainer(accelerator="cpu", strategy="ddp", sync_batchnorm=True, logger=False).strategy.name == "single"

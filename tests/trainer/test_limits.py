@@ -239,7 +239,7 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(tmp_path: Any) -> None
 def test_overfit_batches_takes_the_same_batches_unshuffled_in_each_epoch() -> None:
     task = Weight()
     loader = rows(range(8), 2, shuffle=True)
-    with pytest.warns(UserWarning, match="shuffling is off"):
+    with pytest.warns(UserWarning, match="shuffling is turned off"):
         fitted(task, loader, overfit_batches=2, max_epochs=3)
     assert [batch[2] for batch in task.batches] == [0.0, 2.0] * 3
 

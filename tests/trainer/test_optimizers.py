@@ -502,7 +502,7 @@ def test_a_run_without_an_optimizer_is_warned_of_and_changes_nothing(caplog: pyt
     assert fitted(task, ones(3)).global_step == 3
     assert task.gradients == [1.0] * 3  # of each batch alone: they do not add up
     assert float(task.w.detach()) == 0.0
-    assert "Unchanged.configure_optimizers returned none, so this fit will run with no optimizer" in caplog.text
+    assert "Unchanged.configure_optimizers returned None, so this fit will run with no optimizer" in caplog.text
 
 
 def test_each_optimizer_that_steps_by_hand_counts_and_any_dict_may_be_returned() -> None:

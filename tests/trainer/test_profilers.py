@@ -333,7 +333,7 @@ def test_pytorch_writes_a_trace_of_the_steps_of_its_schedule(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.glob("*validation_step*.json")] != []
     report = (tmp_path / "fit-operations.txt").read_text()
     assert "aten::linear" in report
-    assert "[Strategy]Single.training_step reads a tensor's value 1 times each time it runs (item;" in report
+    assert "[Strategy]Single.training_step reads a tensor's value 1 times per call (item;" in report
 
 
 def test_pytorch_records_all_steps_of_an_epoch_that_has_few(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_pytorch_refuses_what_torch_does_not_take(given: dict[str, Any], message
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pytorch_has_no_nvtx_without_a_gpu() -> None:
-    with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU"):
+    with pytest.raises(ConfigurationError, match="requires an NVIDIA GPU"):
         PyTorchProfiler(emit_nvtx=True)
 
 

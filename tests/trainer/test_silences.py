@@ -110,7 +110,7 @@ class Diverging(Unvalidated):
 
 def test_weights_that_are_not_finite_are_named_once(warnings_of: Any) -> None:
     [warning] = warnings_of(Diverging(), ones(3), max_epochs=3)
-    assert warning.startswith("The weight 'w' is not finite after epoch 0, so a loss was not either.")
+    assert warning.startswith("The weight 'w' is not finite after epoch 0: it contains NaN or infinity.")
     assert "NaNGuard" in warning
 
 
@@ -190,9 +190,9 @@ def test_a_method_that_is_nearly_a_hook_is_warned_of_with_the_hook(warnings_of: 
         def on_train_batch_ended(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, index: int) -> None: ...
 
     assert warnings_of(Mistyped(), ones(1), callbacks=Watching()) == [
-        "Mistyped.validaton_step is no hook, so nothing calls it. Did you mean 'validation_step'?",
-        "Mistyped.on_train_epoch_ends is no hook, so nothing calls it. Did you mean 'on_train_epoch_end'?",
-        "Watching.on_train_batch_ended is no hook, so nothing calls it. Did you mean 'on_train_batch_end'?",
+        "Mistyped.validaton_step is not a hook and never runs. Did you mean 'validation_step'?",
+        "Mistyped.on_train_epoch_ends is not a hook and never runs. Did you mean 'on_train_epoch_end'?",
+        "Watching.on_train_batch_ended is not a hook and never runs. Did you mean 'on_train_batch_end'?",
     ]
 
 

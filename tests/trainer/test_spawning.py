@@ -260,7 +260,7 @@ def test_a_launchers_processes_start_no_others(
     ("options", "words"),
     [
         ({"num_nodes": 2}, "num_nodes=2 needs a launcher on every machine"),
-        ({"devices": 0}, "devices=0: give the number of processes"),
+        ({"devices": 0}, "devices=0 is not valid. Use the number of processes"),
     ],
 )
 def test_what_no_process_could_run_is_refused_when_the_trainer_is_made(options: dict[str, Any], words: str) -> None:
@@ -269,7 +269,7 @@ def test_what_no_process_could_run_is_refused_when_the_trainer_is_made(options: 
 
 
 def test_a_checkpoint_is_left_to_the_processes(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="Let a ModelCheckpoint save it"):
+    with pytest.raises(CheckpointError, match="Add a ModelCheckpoint, which saves during"):
         spawning().save_checkpoint(tmp_path / "here")
 
 

@@ -123,8 +123,8 @@ def test_the_cut_step_comes_to_the_same(weighed: bool, accumulate: int, capsys: 
     assert_alike(cut, whole)
     assert (cut["parts"], max(cut["seen"])) == (4, 2)
     said = capsys.readouterr().out
-    assert said.count("memory lacks, so from now on each batch is computed in 2 parts") == 1
-    assert said.count("memory lacks, so from now on each batch is computed in 4 parts") == 1
+    assert said.count("out of memory. From now on, each batch is processed in 2 parts") == 1
+    assert said.count("out of memory. From now on, each batch is processed in 4 parts") == 1
 
 
 def test_where_memory_is_enough_nothing_is_cut() -> None:
@@ -179,13 +179,13 @@ def test_batch_statistics_are_named_as_what_cannot_be_the_same(capsys: pytest.Ca
     task.net.insert(1, nn.BatchNorm1d(5))
     options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(accelerator="cpu", max_steps=1, auto_micro_batch=True, **options).fit(task, data())
-    assert "What cannot be the same are the batch statistics of net.1" in capsys.readouterr().out
+    assert "Only the batch statistics of net.1 change" in capsys.readouterr().out
     assert task.net[1].num_batches_tracked == 2  # of the parts; not of the attempt that failed
 
 
 def test_rows_that_do_not_fit_one_by_one_are_an_error() -> None:
     options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with pytest.raises(ConfigurationError, match="even where each row is computed by itself"):
+    with pytest.raises(ConfigurationError, match="even with each row processed by itself"):
         Trainer(accelerator="cpu", max_steps=1, auto_micro_batch=True, **options).fit(Fitting(rows=0), data())
 
 
@@ -221,4 +221,4 @@ def refused_under_sharding() -> str:
 def test_strategies_whose_forwards_exchange_tensors_are_refused() -> None:
     for message in run_in_processes(refused_under_sharding):
         assert "exchange tensors" in message
-        assert "strategy='single', and 'ddp'" in message
+        assert "strategy='single', and with 'ddp'" in message

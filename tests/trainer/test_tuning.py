@@ -371,7 +371,7 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error_and_the_size_is_as_before(
             raise torch.OutOfMemoryError("sim:0 out of memory")
 
     task = Never()
-    with pytest.raises(RuntimeError, match="Memory lacks for a batch of any size, even 1") as caught:
+    with pytest.raises(RuntimeError, match="not enough memory for any batch size, not even for 1") as caught:
         Tuner(make_trainer()).scale_batch_size(task)
     assert "sim:0 out of memory" in str(caught.value.__cause__)
     assert task.batch_size == 3
@@ -405,10 +405,10 @@ LOADER = Sized().loader()
 @pytest.mark.parametrize(
     ("search", "options", "message"),
     [
-        ("lr_find", {"method": "test"}, "method='fit' is the only one"),
+        ("lr_find", {"method": "test"}, "only method='fit' uses a learning rate"),
         ("lr_find", {"mode": "cubic"}, "mode='cubic': should be either of"),
         ("lr_find", {"min_lr": 0}, "min_lr=0: give a learning rate above 0"),
-        ("lr_find", {}, "should have one of these fields, and have none: lr, learning_rate"),
+        ("lr_find", {}, "should have one of these fields, but have none: lr, learning_rate"),
         ("lr_find", {"attr_name": "batchsize"}, "Did you mean 'batch_size'"),
         ("lr_find", {"model": TwoOptimizers()}, "only works with single optimizer"),
         ("scale_batch_size", {"mode": "double"}, "mode='double': should be either of"),
@@ -417,7 +417,7 @@ LOADER = Sized().loader()
         ("scale_batch_size", {"method": "test", "train_dataloaders": LOADER}, "setting `dataloaders` instead"),
         ("scale_batch_size", {"dataloaders": LOADER}, "setting `train_dataloaders` and `val_dataloaders` instead"),
         ("scale_batch_size", {"train_dataloaders": LOADER}, "cannot be used with dataloaders passed directly to fit"),
-        ("scale_batch_size", {"batch_arg_name": "rows"}, "should have one of these fields, and have none: rows"),
+        ("scale_batch_size", {"batch_arg_name": "rows"}, "should have one of these fields, but have none: rows"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(search: str, options: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """Measurements of a process over a stretch of time.
+    """Speed, memory use and breakdown of time of one process, measured over a few seconds of training.
 
     Attributes:
         time: The end of the stretch, in seconds since 1970.
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def busy(self) -> float:
-        """The fraction of time spent training, without waiting for the loader."""
+        """The fraction of time spent on training itself, not on validations, checkpoints or waiting for data."""
         return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
@@ -73,7 +73,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Writer of the measurements of one process to a CSV file."""
+    """Writer of one process's performance samples to a CSV file in the run's folder."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -88,6 +88,7 @@ class Lane:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self._path.exists()
+            # Line buffering: a killed run loses at most the last sample.
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
             if is_new:
                 self._file.write(f"# {self._about}\n{','.join(COLUMNS)}\n")
@@ -101,7 +102,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the measurements that each rank has written.
+    """Read the performance samples of all ranks from a run's folder. Returns a dict by rank.
 
     Returns a dict from rank to a description of its machine and its samples in order of time.
     """
@@ -151,7 +152,7 @@ _HIGHER_IS_BETTER = (
 
 @dataclass
 class Series:
-    """Curve of a chart in a run report.
+    """One curve of a chart in a run report, with its legend text and color.
 
     Attributes:
         name: The text in the legend.
@@ -168,7 +169,7 @@ class Series:
 
 @dataclass
 class Chart:
-    """Line chart of a run report.
+    """Line chart of a run report, with one or more curves.
 
     Attributes:
         title: The title.
@@ -191,12 +192,13 @@ class Chart:
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """Return the chart as JSON data for the page's script: one list of x, and None for missing points."""
+        """Return the chart as a dict for the JavaScript of the page. All curves share one list of x values."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []
         for curve in curves:
             values = dict(zip(curve.steps, curve.values, strict=True))
+            # None stands for a point that this curve does not have.
             columns.append([_short(values.get(x)) for x in xs])
         return {
             "title": self.title,
@@ -211,17 +213,17 @@ class Chart:
 
 
 def stage_of(name: str) -> str:
-    """Return the stage in a metric name: `"train"`, `"val"`, `"test"` or an empty string."""
+    """Return the stage that a metric name mentions: `"train"`, `"val"` or `"test"`, or an empty string."""
     return next((_STAGES[word] for word in _words(name) if word in _STAGES), "")
 
 
 def is_higher_better(name: str) -> bool:
-    """Return True if higher values of a metric are better, judged by its name."""
+    """Return True if a metric's name suggests that higher values are better, as for an accuracy."""
     return bool(re.search(_HIGHER_IS_BETTER, name.lower())) and "loss" not in name.lower()
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of chart for a metric name, such as `"Loss"`."""
+    """Return the chart group to which a metric belongs, judged by its name, such as `"Loss"` or `"Memory"`."""
     lowered = name.lower()
     return next((kind for kind, pattern in _PATTERNS if re.search(pattern, lowered)), "Metrics")
 
@@ -231,7 +233,7 @@ def in_order(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def subject_of(name: str) -> str:
-    """Return a metric name without its stage: `loss` for `train_loss_epoch` and for `val/loss`."""
+    """Return a metric name without words for the stage: `val/loss` and `train_loss_epoch` both become `loss`."""
     words = _words(name)
     kept = [word for word in words if word not in _STAGES and word not in _EDGES and not word.isdigit()]
     return "_".join(kept) or name
@@ -242,7 +244,7 @@ def _words(name: str) -> list[str]:
 
 
 def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Chart]:
-    """Return charts of all logged values of one or more runs. Metrics with the same subject share a chart."""
+    """Return charts of all metrics of one or more runs. Metrics such as `train_loss` and `val_loss` share a chart."""
     charts: dict[tuple[str, str], Chart] = {}
     for number, run in enumerate(runs):
         for name, curve in run.curves.items():
@@ -259,7 +261,7 @@ def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Char
 def sampled_charts(
     lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
 ) -> list[Chart]:
-    """Return charts of speed, waiting time and memory, with one curve per rank."""
+    """Return charts of speed, memory use and time spent waiting for data, with one curve per rank."""
     charts = [
         Chart("steps per second", "Throughput", x="seconds"),
         Chart("samples per second", "Throughput", x="seconds"),
@@ -285,7 +287,7 @@ def sampled_charts(
 
 
 def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
-    """Return one stacked chart per rank that shows where its time went. Empty for a single rank."""
+    """Return one stacked chart per rank that shows how its time was spent. The list is empty for one rank."""
     charts = []
     for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
         times = times_of(samples)
@@ -322,7 +324,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Round a number to the six digits that a chart shows.
+    """Round a number to six digits, to keep the page small. NaN and infinity become None.
 
     Returns None for NaN and infinity, which JSON cannot represent.
     """
@@ -341,13 +343,13 @@ _WITHIN_SCRIPTS = str.maketrans({"&": "\\u0026", "<": "\\u003c", ">": "\\u003e",
 
 
 class Markup(str):
-    """String that is already HTML. Elements insert it without escaping."""
+    """String of HTML that is inserted into a page without escaping."""
 
     __slots__ = ()
 
 
 def escaped(text: object) -> Markup:
-    """Escape a value for HTML. `Markup` is returned unchanged."""
+    """Return a value as text with HTML characters escaped. Text that is already `Markup` stays unchanged."""
     return text if isinstance(text, Markup) else Markup(visible(str(text)).translate(_ESCAPES))
 
 
@@ -356,9 +358,12 @@ def joined(parts: Iterable[object], between: str = "") -> Markup:
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """Return an HTML element with its end tag. Children and attribute values are escaped."""
+    """Return an HTML element with the given tag, children and attributes. Text is escaped."""
     given = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{escaped(value)}"' for name, value in attributes.items() if value
+        # `class_` becomes `class`, and `aria_label` becomes `aria-label`.
+        f' {name.rstrip("_").replace("_", "-")}="{escaped(value)}"'
+        for name, value in attributes.items()
+        if value
     )
     return Markup(f"<{tag}{given}>{joined(children)}</{tag}>")
 

@@ -62,7 +62,7 @@ _HINT = (
 
 @dataclass
 class PageParts:
-    """Content of a report page besides its charts. All of it is text and is escaped. Empty parts have no heading.
+    """Text content of a report page, without its charts. All of it is escaped, and empty parts are left out.
 
     Attributes:
         title: The heading and the window title.
@@ -101,7 +101,7 @@ def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
 
 @cache
 def _shell() -> tuple[bytes, bytes]:
-    """Return the HTML before and after the content of a report page: styles and scripts."""
+    """Return the HTML before and after a page's content. It holds the styles and scripts, so a page is one file."""
 
     def own(*names: str) -> str:
         return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
@@ -167,7 +167,7 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """Yield empty HTML elements for the charts. The page's script draws the charts in them."""
+    """Yield an empty HTML element for each chart, which the page's JavaScript fills."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
@@ -213,7 +213,7 @@ _MOST_ROWS = 200
 
 @dataclass
 class RunPage:
-    """Content of a run's folder, as shown on its report page.
+    """Data of a run that its report page shows, read from the run's folder.
 
     Attributes:
         folder: The folder, or a single file of values.
@@ -236,7 +236,7 @@ class RunPage:
 
     @property
     def samples(self) -> list[Sample]:
-        """The measurements of the lowest rank."""
+        """The performance samples of the lowest rank, usually those of the main process."""
         return next((samples for _, samples in self.lanes.values()), [])
 
     @property
@@ -256,7 +256,7 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write the report page of a run into its folder atomically. Returns the path of the page."""
+    """Write `report.html` into the folder of a run, replacing it atomically. Returns the path of the page."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -284,7 +284,7 @@ def page_of(run: RunPage) -> bytes:
 
 
 def name_of(place: Path) -> str:
-    """Return the name of a run: the last one or two parts of its path."""
+    """Return a run's display name, made from the last one or two parts of its path: `<name>/version_0`."""
     path = Path(os.path.abspath(place))
     return path.name if path.parent.name in ("", "drivetrain_logs") else f"{path.parent.name}/{path.name}"
 
@@ -320,6 +320,7 @@ def _figures(run: RunPage) -> Rows:
     weight = sum(seconds for _, seconds in busy)
     if weight > 0:
         shards = record.get("data_shards", len(run.lanes))  # fewer than processes if several share a batch
+        # The mean over all samples, weighted by the time spent training.
         rate = shards * sum(rate * seconds for rate, seconds in busy) / weight
         found.append(("samples per second", number(float(f"{rate:.3g}"))))
     used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
@@ -329,7 +330,7 @@ def _figures(run: RunPage) -> Rows:
 
 
 def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """Return the parts of the run's time: label, percentage and color class."""
+    """Return how the run's time was spent, as a list of label, percentage and color class."""
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
         return []
@@ -436,6 +437,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
     ]
     parts_of_run = []
     for number_of, each in enumerate(sessions, start=1):
+        # An earlier part that is still marked as running was killed.
         state = FAILED if each.get("state") == RUNNING and each is not record else each.get("state")
         parts_of_run.append((f"part {number_of}", f"{moment(each.get('started', 0))}, {state}: {each.get('reason')}"))
     return [*found, ("Parts", parts_of_run)] if parts_of_run else found
@@ -445,11 +447,12 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
 
 
 def comparison_of(runs: Sequence[RunPage]) -> bytes:
-    """Return a page that compares several runs, as HTML."""
+    """Return an HTML page that compares several runs."""
     names = distinct_names([run.folder for run in runs])
     charts = charts_of([run.values for run in runs], names)
     has_rate = any(chart.kind == "Learning rate" for chart in charts)
     for index, run in enumerate(runs):
+        # One curve per run keeps the comparison readable.
         first = {rank: lane for rank, lane in run.lanes.items() if rank == 0}
         for chart in sampled_charts(first, has_rate, index, names[index]):
             same = next((each for each in charts if (each.title, each.x) == (chart.title, chart.x)), None)
@@ -464,7 +467,7 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as make all of them different."""
+    """Return a short name for each path: as many of the last path parts as make all names different."""
     paths = [Path(os.path.abspath(place)) for place in places]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -518,13 +521,13 @@ def _results(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _configuration(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
-    """Return the table of configurations. Settings that differ between the runs come first and are marked."""
     configurations = [run.configuration for run in runs]
     rows = []
     for name in dict.fromkeys(name for each in configurations for name in each):
         values = [each.get(name, "-") for each in configurations]
         cells = [{"text": value, "style": "wide"} for value in values]
         rows.append({"name": name, "cells": cells, "differs": len(set(values)) > 1})
+    # Settings that differ come first, since a comparison is about them.
     rows.sort(key=lambda row: not row["differs"])
     differing = sum(bool(row["differs"]) for row in rows)
     note = f"{differing} of {len(rows)} differ." if rows else ""
@@ -536,7 +539,7 @@ def _configuration(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class KnownRun:
-    """Run that is listed in the index of a log directory.
+    """Run listed in the index of a log directory, with the content of its `run.json`.
 
     Attributes:
         when: The start time, as written in the index.
@@ -554,12 +557,12 @@ class KnownRun:
 
     @property
     def state(self) -> str:
-        """The run's state: `"running"`, `"finished"`, `"failed"`, `"interrupted"`, `"preempted"`, or empty."""
+        """The state of the run, such as `"running"`, `"finished"` or `"failed"`. Empty if there is no record."""
         return str(self.record.get("state", ""))
 
     @property
     def metric(self) -> str:
-        """The best value of the metric that ranks the run's checkpoints, or else the last value of a loss.
+        """Text with the run's most telling metric: the best monitored value, or else the last loss.
 
         If the record of the run cannot be read, this is the reason.
         """
@@ -576,7 +579,7 @@ class KnownRun:
 
 
 def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
-    """Return the runs in the index of a directory, newest first.
+    """Return all runs that the index of a log directory lists, newest first.
 
     A run that writes to several folders is listed once.
     """
@@ -584,12 +587,13 @@ def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
         KnownRun(each.when, each.name, each.place, each.command, read_record(each.place))
         for each in read_runs(directory)
     ]
+    # A run that writes to several folders has several entries, but only one record.
     recorded = {(run.when, run.command) for run in found if run.record}
     return [run for run in found if run.record or (run.when, run.command) not in recorded]
 
 
 def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
-    """Return the folder or file of a run, given by its path or its name in the index."""
+    """Return the folder or file of a run, given its path or its name in the index of a log directory."""
     if os.path.exists(name):
         return Path(name)
     known = {each.name: each.place for each in read_runs(directory)}

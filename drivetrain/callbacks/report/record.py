@@ -25,7 +25,7 @@ from drivetrain.runtime.terminal import HIDDEN, shown
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file atomically: readers and killed processes find the old content or the new one."""
+    """Write a file atomically, so that readers see either the old or the new content, never a part of it."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -54,7 +54,7 @@ def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> N
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the record in a run's folder, and update its state if the process has ended.
+    """Return the content of `run.json` in a run's folder. A run whose process has died gets the state `"failed"`.
 
     Returns an empty dict if there is no record. A damaged record returns the state `"unreadable"` and the reason.
     """
@@ -77,14 +77,14 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    """Parse an integer. Raises `ValueError` if it has more digits than a float can hold."""
+    # A longer integer could not be converted to a float and would fail later.
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of entries of `run.json` whose type differs from what a run writes."""
+    """Yield the names of entries in a run's record that have an unexpected type, for example after manual edits."""
     kinds = _KINDS | dict.fromkeys(_TIMES, float)
     for name, kind in kinds.items():
         if not _is_a(record.get(name), kind):
@@ -110,7 +110,7 @@ def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Return True if a value is None or of the given type. An int is accepted as a float."""
+    """Return True if a value has the given type or is None. An int also counts as a float."""
     if value is None:
         return True
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)
@@ -143,7 +143,7 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with the state `"failed"` if its process has ended without recording an end."""
+    """Return a run's record, with the state `"failed"` if the process died without recording how the run ended."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {
@@ -154,19 +154,20 @@ def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """Return the duration of a run in seconds, without the time between a stop and a resume."""
+    """Return how many seconds a run has trained, without the pauses between stopping and resuming."""
     spans = [*record.get("sessions", ()), record]
     return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Return True if the process that wrote a record is running. On another machine, its last update decides."""
+    """Return True if a run's process is alive. On another machine, a recently updated record counts as alive."""
     process = record.get("process")
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():
         return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
     from drivetrain.checkpoint.storage import boot_id, is_alive
 
+    # After a reboot, another process may have the same ID.
     if process.get("boot") and process["boot"] != boot_id():
         return False
     since_boot = process.get("since_boot")
@@ -191,7 +192,7 @@ _MOST_POINTS = 1500
 
 @dataclass
 class Curve:
-    """Values of one logged metric by step.
+    """Logged values of one metric, in order of their steps.
 
     Attributes:
         steps: The step of each value.
@@ -209,7 +210,7 @@ class Curve:
         return self.values[-1]
 
     def best(self, highest: bool) -> tuple[float, float]:
-        """Return the best finite value and its first step, or NaN for both."""
+        """Return the best finite value of a curve and the first step at which it occurred, or NaN for both."""
         pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         if not pairs:
             return math.nan, math.nan
@@ -217,10 +218,11 @@ class Curve:
         return value, next(step for each, step in pairs if each == value)
 
     def thinned(self, most: int = _MOST_POINTS) -> Curve:
-        """Return the curve with about `most` points: the lowest and the highest value of each stretch."""
+        """Return a copy with about `most` points, which keeps the minimum and maximum of each section of the curve."""
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
+        # The first and last points stay, so that the curve keeps its range.
         kept = {0, len(self) - 1}
         for part in range(most // 2):
             first = int(part * width)
@@ -232,7 +234,7 @@ class Curve:
 
 @dataclass
 class RunValues:
-    """All logged values of a run.
+    """Values of all metrics that were logged in one run.
 
     Attributes:
         curves: A dict from metric name to curve, in the order of first appearance.
@@ -243,7 +245,7 @@ class RunValues:
     epochs: dict[float, float] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
-        """Add a metric value. It replaces the last value if that has the same step."""
+        """Append a value to a metric's curve. A second value for the same step replaces the first one."""
         curve = self.curves.setdefault(name, Curve())
         if curve.steps and curve.steps[-1] == step:
             curve.values[-1] = value
@@ -252,7 +254,7 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Sort every curve by step, and keep the last value of each step. Returns this object."""
+        """Sort every curve by step. If a step occurs twice, the later value stays. Returns this object."""
         for curve in self.curves.values():
             if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
@@ -261,7 +263,7 @@ class RunValues:
 
 
 def read_values(place: str | os.PathLike[str]) -> RunValues:
-    """Read the values in a run's folder or in one file, from a CSV table or else from TensorBoard event files."""
+    """Read the logged values of a run from its CSV table, or else from its TensorBoard event files."""
     path = Path(place)
     if path.is_file():
         return read_table(path) if "tfevents" not in path.name else read_events(path)
@@ -284,7 +286,7 @@ def has_values(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_table(path: str | os.PathLike[str]) -> RunValues:
-    """Read a CSV table with one row per step, as written by `CSVLogger` and others.
+    """Read the logged values in a CSV table that has one row per step, such as `metrics.csv` of `CSVLogger`.
 
     The step is the column `step`, or else the row number. Cells that are not numbers are ignored.
     """
@@ -318,8 +320,8 @@ def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Cur
 
 
 def _numbers(cells: Sequence[str]) -> list[float | None]:
-    """Parse a column of a CSV table. Cells that are empty or not numbers become None."""
     try:
+        # Most columns hold only numbers: convert them at once, and each cell alone only if that fails.
         return [float(cell) if cell else None for cell in cells]
     except ValueError:
         return [_number(cell) for cell in cells]
@@ -340,6 +342,7 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
             f"{os.fspath(place)!r} holds TensorBoard event files, but TensorBoard is not installed. Install it with "
             '`pip install "drivetrain[tensorboard]"`.',
         ) from error
+    # The size 0 keeps all values. By default, TensorBoard keeps a sample.
     events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
     events.Reload()
     found = RunValues()
@@ -356,7 +359,7 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
 
 
 def number(value: Any) -> str:
-    """Format a number with about five digits. Other values are returned as text."""
+    """Format a number with about five significant digits. None and NaN become `-`, other values plain text."""
     if not isinstance(value, int | float | None):
         return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -369,7 +372,7 @@ def number(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in seconds in suitable units, such as `2 h 05 min`."""
+    """Format a number of seconds in readable units, such as `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)
@@ -397,7 +400,7 @@ def plain_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Command that resumes a run.
+    """Command line that starts a stopped run again, with its working directory and checkpoint.
 
     Attributes:
         words: The command.
@@ -410,12 +413,13 @@ class Resumption:
     checkpoint: str
 
     def environment(self) -> dict[str, str]:
+        # The resumed run must record its own command, not that of this process.
         kept = {name: value for name, value in os.environ.items() if name != COMMAND_VARIABLE}
         return {**kept, RESUME_VARIABLE: self.checkpoint}
 
 
 def resumption_of(place: Path) -> Resumption:
-    """Return the command that resumes a run from its newest checkpoint.
+    """Return the command that resumes a stopped run from its newest checkpoint.
 
     Raises `ConfigurationError` if it cannot be resumed.
     """

@@ -46,7 +46,7 @@ _NOT_SHOWN = {"default_root_dir"}
 
 
 def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
-    """Return the facts about a run, grouped as on the page and without secrets. They do not change during the run."""
+    """Return what is known about a run at its start, such as command, settings, model and commit, without secrets."""
     secrets = trainer.tracker_group.secrets
     owners = [each for each in (trainer.datamodule, task) if each is not None]
     given = {name: value for owner in owners for name, value in owner.hparams.items()}
@@ -55,6 +55,7 @@ def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
     is_whole = HIDDEN not in shown
     return {
         "command": shown,
+        # A command with a hidden secret cannot be run again.
         "argv": words if is_whole and _can_start_again(trainer) else None,
         "cwd": os.getcwd(),
         "process": _process(),
@@ -68,7 +69,7 @@ def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 
 def _can_start_again(trainer: Trainer) -> bool:
-    """Return True if the known command starts the whole run. The command of a foreign launcher is unknown."""
+    # Under another launcher, such as torchrun, the process knows only its own command, not that of the run.
     return trainer.world_size == 1 or trainer.strategy.topology.environment.source == "drivetrain launch"
 
 
@@ -84,7 +85,6 @@ def _process() -> dict[str, Any]:
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the Trainer's arguments that differ from their defaults, and its strategy, precision and processes."""
     options = trainer.options
     changed = {
         each.name: getattr(options, each.name)
@@ -111,7 +111,7 @@ def _randomness() -> dict[str, str]:
 
 
 def _of_groups(trainer: Trainer) -> dict[str, str]:
-    """Return the initial learning rates and the weight decays of the optimizers' parameter groups."""
+    """Return the initial learning rates and weight decays of all parameter groups, as text by name."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     values = {
         "optimizer lr": [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group],
@@ -179,12 +179,14 @@ def _versions() -> dict[str, str]:
 
 @cache
 def commit_of(folder: str) -> dict[str, Any] | None:
-    """Return the commit that is checked out in a folder, read from git's files, or None outside of a repository."""
+    """Return the commit and branch of the git repository that contains a folder, or None outside of one."""
     try:
+        # Reading git's files is much faster than starting git, which `is_changed` does later.
         git = _git_directory(Path(folder))
         if git is None:
             return None
         head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        # A detached HEAD holds a commit ID instead of a branch.
         if not head.startswith("ref: "):
             return {"id": head, "branch": "", "changed": None}
         name = head.removeprefix("ref: ")
@@ -195,7 +197,7 @@ def commit_of(folder: str) -> dict[str, Any] | None:
 
 @cache
 def is_changed(folder: str) -> bool | None:
-    """Return True if tracked files differ from the commit. None if git is missing or takes too long."""
+    """Return True if a git repository has uncommitted changes to tracked files, or None if git cannot tell."""
     command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)
@@ -215,7 +217,8 @@ def _git_directory(folder: Path) -> Path | None:
 
 
 def _resolve(git: Path, name: str) -> str:
-    """Return the commit of a branch, or an empty string. The branches of a worktree are in the main repository."""
+    """Return the commit ID of a git reference such as `refs/heads/main`, or an empty string if there is none."""
+    # A worktree keeps its branches in the directory of the main repository.
     common = git / "commondir"
     places = [git, (git / common.read_text(encoding="utf-8").strip()).resolve()] if common.is_file() else [git]
     for place in places:

@@ -56,7 +56,7 @@ _MOST_LINES = 60
 
 
 class ReportWriter:
-    """Writer of `run.json` and `report.html`."""
+    """Writer of a run's report files: `run.json` with facts about the run, and the page `report.html`."""
 
     def __init__(
         self, trainer: Trainer, task: Task, folder: str, seconds: float, warnings: Sequence[Sequence[Any]]
@@ -75,12 +75,13 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next report page is due. Negative if it is overdue."""
+        """The seconds until the next report page should be written, or a negative number if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
-        """Write the record and the page of the running run. The first page has no curves."""
+        """Write `run.json` and the report page while training runs. The first page contains no curves yet."""
         is_first, self._has_page = not self._has_page, True
+        # Counts only the processor time of this thread, which is what training loses.
         began = time.thread_time()
         self._due = time.monotonic() + self._seconds  # set first, so that a failed attempt is not repeated at once
         record = self._record(RUNNING, "")
@@ -93,13 +94,12 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write only the record, so that a run that is killed before its first page is listed."""
+        """Write only `run.json`, so that the run is listed even if it is killed before the first page."""
         write_record(self._folder, self._record(RUNNING, ""))
         self._facts = None  # the validation loaders are created later
 
     @staticmethod
     def _ask_for_changes(record: dict[str, Any]) -> float:
-        """Run `git status` once to find uncommitted changes. Returns the seconds that it took."""
         commit = record.get("commit")
         if commit is None or commit["changed"] is not None:
             return 0.0
@@ -161,10 +161,11 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the earlier parts of a run that was resumed in the same folder."""
+    """Return the earlier parts of a run that was stopped and resumed, from the `run.json` in its folder."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
+    # The record about to be replaced becomes one more earlier part.
     return [*before.get("sessions", ()), part]
 
 
@@ -179,7 +180,7 @@ _PER_RUN = 200
 
 
 class RunSampler:
-    """Sampler that reads a Trainer's `timing` and progress from another thread."""
+    """Sampler that measures a Trainer's speed, memory use and breakdown of time, from a background thread."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -195,14 +196,14 @@ class RunSampler:
         return time.monotonic() - self._begun
 
     def observe(self) -> None:
-        """Record the number of samples in the current training batch."""
         info = self._trainer.batch_info
         if self._trainer.stage is Stage.TRAIN and info is not None:
+            # This thread may miss batches, so the last known size stands for all of them.
             self._rows = info.real_rows
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next measurement is due. Negative if it is overdue."""
+        """The seconds until the next sample should be taken, or a negative number if it is overdue."""
         now = time.monotonic()
         return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
 
@@ -234,16 +235,16 @@ class RunSampler:
         return progress.global_step, progress.total_batches
 
     def _rate(self) -> float:
-        """Return the learning rate, or NaN if it is a tensor on a device, which would need a synchronization."""
         optimizers = self._trainer.optimizers
         groups = optimizers[0].param_groups if optimizers else []
+        # Reading a learning rate that is a tensor on a device would synchronize the device.
         rate: Any = groups[0].get("lr", math.nan) if groups else math.nan
         device = getattr(rate, "device", None)
         return float(rate) if device is None or device.type == "cpu" else math.nan
 
 
 class Clock:
-    """Thread that calls a function repeatedly. The function returns the seconds until its next call."""
+    """Background thread that calls a function repeatedly. Each call returns the seconds to wait until the next one."""
 
     def __init__(self, call: Callable[[], float], name: str) -> None:
         self._call = call
@@ -254,7 +255,7 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """Stop the thread, and wait until a running call has returned."""
+        """Stop the thread. If the function is running, wait up to `seconds` for it to return."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -273,7 +274,7 @@ _LONGEST = 2000
 
 
 class WarningLog(logging.Handler):
-    """Log handler that records warnings of `warnings` and of drivetrain's loggers. They are still displayed as before.
+    """Log handler that collects warnings for the run report. Every warning is still displayed as usual.
 
     Attributes:
         found: A list of time, step, text and count of each warning.
@@ -293,13 +294,13 @@ class WarningLog(logging.Handler):
 
     def close(self) -> None:
         self._logger.removeHandler(self)
+        # Other code may have replaced the function since, and must keep it.
         if self._before is not None and warnings.showwarning == self._show:
             warnings.showwarning = self._before
         self._before = None
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Record a log line. If no other handler exists, pass it on to `logging.lastResort`."""
         self._add(record.getMessage())
         # Python shows warnings that have no handler. This handler must not suppress that.
         if not self._has_other_handlers(record) and logging.lastResort is not None:
@@ -321,6 +322,7 @@ class WarningLog(logging.Handler):
     def _add(self, text: str) -> None:
         known = self._known.get(text)
         if known is not None:
+            # A repeated warning is counted instead of listed again.
             known[3] += 1
         elif len(self.found) < _MOST:
             shown = self._clean(text[:_LONGEST])
@@ -335,7 +337,7 @@ _NOTHING_TO_DO = 60.0
 
 
 class RunReport(Callback):
-    """Callback that writes `report.html` into the folder of a run: one file with curves and facts, for any browser.
+    """Callback that writes `report.html`, a self-contained page with curves and facts, into the folder of each run.
 
     The page shows:
 
@@ -403,6 +405,7 @@ class RunReport(Callback):
             return
         folder = os.path.abspath(tracker.run_directory.path) if trainer.is_global_zero else None
         if trainer.world_size > 1:
+            # Only the main process knows the version number of its run directory.
             [folder] = broadcast_object_list([folder])
         assert folder is not None
         self._folder = folder
@@ -414,7 +417,6 @@ class RunReport(Callback):
         self._clock.start()
 
     def _list_run(self, trainer: Trainer, task: Task) -> None:
-        """Add the run to the index and write its record, so that it is listed even if it is killed."""
         tracker, writer = _tracker_of(trainer), self._make_writer(trainer, task)
         if tracker is None or writer is None:
             return
@@ -425,7 +427,7 @@ class RunReport(Callback):
             _warn(error)
 
     def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
-        """Return the report writer of this run, created on first use. None on processes that write no report."""
+        """Return the report writer of this run, created on first use, or None on processes that write no report."""
         tracker = _tracker_of(trainer)
         if self._writer is None and trainer.is_global_zero and tracker is not None:
             self._folder = os.path.abspath(tracker.run_directory.path)
@@ -438,6 +440,7 @@ class RunReport(Callback):
             _record_without_tracker(trainer)  # the exception may come before `setup`
             self._make_writer(trainer, task)
         if self._writer is not None:
+            # The page is written in `teardown`, when the Trainer knows how the run ended.
             self._writer.record_error(exception)
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -448,7 +451,9 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Take a sample and write a page if due.
+        """Take a sample and write a report page if they are due. Returns the seconds until the next call.
+
+        Runs in the background thread.
 
         Called in the thread of the clock. Returns the seconds until the next call.
         """
@@ -489,7 +494,6 @@ class RunReport(Callback):
             logger.warning(f"The report in {self._folder} could not be completed: {type(error).__name__}: {error}.")
 
     def _write_again(self, trainer: Trainer) -> None:
-        """Add test results to the page of the previous `fit`."""
         from drivetrain.callbacks.report.page import write_page
         from drivetrain.callbacks.report.record import read_record
 
@@ -512,7 +516,7 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """Return the tracker whose folder holds the report: a CSV table, or else the first that writes files.
+    """Return the tracker whose folder receives the report, or None. A CSV tracker is preferred.
 
     None if there is none.
     """
@@ -526,7 +530,7 @@ def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
 
 
 def _record_without_tracker(trainer: Trainer) -> None:
-    """Record values in a CSV table if no tracker of the Trainer writes files."""
+    """Let the run report store values in a CSV table if none of the Trainer's trackers writes files."""
     group, root = trainer.tracker_group, trainer.default_root_dir
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)

@@ -16,7 +16,7 @@ _PIECES = 16  # a weight is quantized in this many pieces, since each needs up t
 
 
 class Quantizer(ABC):
-    """Base class of quantizers, which store the weights of linear layers in fewer bits.
+    """Base class of quantizers, which replace linear layers by layers with weights of fewer bits.
 
     Subclasses become available by name with `register_quantizer`.
 
@@ -30,14 +30,14 @@ class Quantizer(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check that the quantizer's package is installed and supports this machine.
+        """Check that the quantizer's package is installed and supports this machine. Raise an error otherwise.
 
         Raises:
             ConfigurationError: It is not. The message names the package to install.
         """
 
     def takes(self, module: nn.Module) -> bool:
-        """Return True if the quantizer can quantize a module. The default accepts `nn.Linear` only, no subclasses.
+        """Return True if the quantizer can quantize a module. By default, only exact `nn.Linear` modules.
 
         Args:
             module: The module.
@@ -46,7 +46,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Return a quantized layer that replaces a linear layer. Implementations should use `pieces_of` to save memory.
+        """Quantize a linear layer, and return the new layer that replaces it in the model.
 
         Args:
             layer: The layer. Its bias is used unchanged.
@@ -57,7 +57,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def made(self, module: nn.Module) -> bool:
-        """Return True if the module is a layer that `quantize` has created.
+        """Return True if a module is a quantized layer that this kind of quantizer has created.
 
         Args:
             module: The module.
@@ -65,7 +65,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return the state of a quantized layer for files, without its bias.
+        """Return the state of a quantized layer in a form that files can store: plain tensors and texts.
 
         Args:
             layer: The layer.
@@ -78,7 +78,7 @@ class Quantizer(ABC):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Rebuild a quantized layer from the result of `saved`.
+        """Rebuild a quantized layer from the plain tensors and texts that files contain.
 
         Args:
             layer: The layer to replace.
@@ -88,7 +88,7 @@ class Quantizer(ABC):
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Return True if tensor names in a file are those of an already quantized layer.
+        """Return True if a file's tensor names show that its layer is already quantized.
 
         Args:
             names: Names of a layer's tensors in the file, without the bias.
@@ -96,14 +96,14 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Disable inference-only kernels of a quantized layer, so that gradients flow in evaluation mode too.
+        """Turn off inference-only kernels of a quantized layer, so that gradients flow in evaluation mode too.
 
         Args:
             layer: The layer.
         """
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the plain tensors that hold most of a quantized layer's memory.
+        """Return the plain tensors that make up a quantized layer's weight, so that FSDP can shard them.
 
         Args:
             layer: The layer.
@@ -114,7 +114,7 @@ class Quantizer(ABC):
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Replace the tensors of a quantized layer. Tensors that autograd has saved for backward must not change.
+        """Set the tensors that make up a quantized layer's weight, such as those that FSDP has gathered.
 
         Args:
             layer: The layer.
@@ -124,14 +124,14 @@ class Quantizer(ABC):
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return the options as plain values, so that `type(self)(**options)` creates an equal quantizer."""
+        """Return the quantizer's options as plain values, from which its class can recreate it."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of rows of a weight on a device, in the layer's dtype.
+    """Yield a layer's weight in blocks of rows, moved to a device and cast to the layer's dtype.
 
     Quantizing needs several times the memory of its input, so small blocks save memory.
     """
@@ -156,7 +156,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Return the non-tensor attributes of a tensor subclass as text, recursively."""
+    """Return the non-tensor attributes of a quantized tensor and its inner tensors, as text to compare."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -170,18 +170,20 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a tensor of the same subclass as `like` from new plain tensors."""
+    """Build a tensor from new inner tensors, with the subclass and options of the tensor `like`."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]
     names, context = flatten()
     inner = {each: rebuilt(getattr(like, each), parts, shape, f"{name}.{each}") for each in names}
+    # With the strides of a contiguous matrix.
     made: Tensor = type(like).__tensor_unflatten__(inner, context, shape, (shape[1], 1))
     return made
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:
     with torch.device("meta"):
+        # On the meta device, since the weight is replaced anyway.
         made = kind(layer.in_features, layer.out_features, bias=False, **options)
     made.bias = layer.bias
     made.train(layer.training)
@@ -210,7 +212,7 @@ _registered: dict[str, type[Quantizer]] = {}
 
 
 def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
-    """Register a quantizer class under its `name`. Also usable as a class decorator.
+    """Register a quantizer class, so that users can select it by its `name`. Also a class decorator.
 
     Args:
         kind: The class. Its name must not be in use.
@@ -228,7 +230,7 @@ def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
 
 
 def get_quantizer(given: str | Quantizer) -> Quantizer:
-    """Return the quantizer of this name.
+    """Return the quantizer with the given name, such as `"nf4"`. A quantizer object is returned unchanged.
 
     Args:
         given: `"nf4"`, `"fp4"` or `"int8"` (bitsandbytes), `"int8wo"`, `"int8dq"`, `"int4wo"`, `"float8wo"` or

@@ -21,7 +21,7 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(eq=True, repr=False)
 class BitsAndBytes(Quantizer):
-    """Quantizer for 4-bit (`nf4`, `fp4`) and 8-bit (LLM.int8) linear layers with bitsandbytes.
+    """Quantizer that replaces linear layers by 4-bit (`nf4`, `fp4`) or 8-bit (LLM.int8) bitsandbytes layers.
 
     Source: Dettmers et al., "LLM.int8()" (2022) and "QLoRA" (2023).
 
@@ -78,6 +78,7 @@ class BitsAndBytes(Quantizer):
 
         made = self._empty(layer)
         size = made.weight.blocksize
+        # Two 4-bit values per byte.
         stored = torch.empty((weight.numel() + 1) // 2, 1, dtype=torch.uint8, device=device)
         scales = torch.empty(-(-weight.numel() // size), dtype=torch.float32, device=device)
         state: Any = None
@@ -87,6 +88,7 @@ class BitsAndBytes(Quantizer):
             scales[start // size :][: len(state.absmax)] = state.absmax
         state.shape, state.absmax = weight.shape, scales
         if self.double_quant:
+            # Double quantization: the scales themselves in 8 bits, around their mean.
             state.offset, state.nested = scales.mean(), True
             state.absmax, state.state2 = functional.quantize_blockwise(scales - state.offset, blocksize=256)
         made.weight = layers.Params4bit(
@@ -103,7 +105,7 @@ class BitsAndBytes(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def _keep_scales(self, made: Any) -> None:
-        """Prevent bitsandbytes from losing precision or failing when it packs the layer for AVX-512.
+        """Keep bitsandbytes' kernel for AVX-512 from failing on a layer or from losing its exact scales.
 
         On CPUs with AVX-512 BF16, the first forward in evaluation packs the layer for another kernel. That kernel
         rounds the scales to bfloat16, and fails if rows or columns are not full blocks (bitsandbytes 0.50.2).
@@ -160,6 +162,7 @@ class BitsAndBytes(Quantizer):
     def parts(self, layer: Any) -> dict[str, Tensor]:
         if self.bits == 4:
             return {"weight": layer.weight.data, "absmax": layer.quant_state.absmax}
+        # Before the first forward, the values are in the parameter instead of the state.
         if layer.weight.CB is not None:
             layer.init_8bit_state()
         return {"weight": layer.state.CB, "SCB": layer.state.SCB}
@@ -203,7 +206,7 @@ class BitsAndBytes(Quantizer):
 
 @dataclass
 class BnbQuantizationConfig:
-    """Options of `load_and_quantize_model`.
+    """Options for quantization with bitsandbytes, for use with `load_and_quantize_model`.
 
     Args:
         load_in_8bit: Quantize linear layers to 8 bits.
@@ -242,7 +245,7 @@ class BnbQuantizationConfig:
         self.quantizer()  # raises for an unknown quant_type
 
     def quantizer(self) -> BitsAndBytes:
-        """Return the `BitsAndBytes` quantizer for these options."""
+        """Create the `BitsAndBytes` quantizer that has these options."""
         if self.load_in_8bit:
             return BitsAndBytes(8, threshold=self.llm_int8_threshold)
         return BitsAndBytes(
@@ -254,12 +257,12 @@ class BnbQuantizationConfig:
 
     @property
     def target_dtype(self) -> Any:
-        """Dtype of the quantized weights: `torch.int8`, or the name `"int4"`."""
+        """Dtype that the weights are quantized to: `torch.int8`, or the string `"int4"`."""
         return torch.int8 if self.load_in_8bit else "int4"
 
 
 def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the flat values of rows in pieces of full blocks, each with its start. The last piece may be shorter."""
+    """Yield start and values of consecutive parts of a flattened weight, each made of whole scale blocks."""
     start, left = 0, None
     for _, piece in pieces:
         flat = piece.reshape(-1) if left is None else torch.cat([left, piece.reshape(-1)])

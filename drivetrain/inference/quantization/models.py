@@ -31,7 +31,7 @@ Map = Mapping[str, torch.device | str | int]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Description of a quantized model, available as `model.quantization`.
+    """Record of how a model was quantized: the quantizer and the names of its layers.
 
     Attributes:
         quantizer: The quantizer.
@@ -52,7 +52,7 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantize a model's linear layers, each as its weight is read.
+    """Load a checkpoint into a model, and quantize each linear layer as soon as its weight is read.
 
     The full unquantized model is never in memory. If the map uses accelerators, layers on the CPU or on disk are not
     quantized. If it uses none, layers on the CPU are.
@@ -103,7 +103,7 @@ def quantize_model(
     keep_in_fp32_modules: Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Quantize a model's linear layers in place. See also `load_and_quantize_model`.
+    """Quantize the linear layers of a model in place, optionally while a checkpoint is loaded.
 
     Args:
         model: The model to change.
@@ -176,18 +176,19 @@ def default_skips(model: nn.Module) -> list[str]:
     if head is not None and id(head) in names:
         shared.add(names[id(head)])
     elif not hasattr(model, "get_output_embeddings"):
+        # Without a declared head, the last child counts as the head.
         last = [name for name, _ in model.named_children()][-1:]
         shared.update(last if len(list(model.children())) > 1 else [])
     return sorted(shared)
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return True if a module is one of the named modules or inside one. Names may omit leading parts."""
+    """Return True if a module's name contains one of the given names as whole, consecutive parts."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
 def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
-    """Replace a layer by a quantized one. Returns the names of the used weights."""
+    """Replace a linear layer of a model by a quantized one. Return the names of the checkpoint weights used."""
     layer: Any = model.get_submodule(name)
     texts: dict[str, str] = {}
     if source is None:
@@ -238,7 +239,7 @@ def _convert(
 
 
 def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> list[str]:
-    """Save a quantized model as safetensors files, with a JSON description of its quantization.
+    """Save a quantized model as safetensors files and a JSON file that describes the quantization.
 
     Args:
         model: A model from `quantize_model`, `load_and_quantize_model` or `load_quantized`.
@@ -268,6 +269,7 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shar
     for name, place in named_places(model).items():
         inside = any(name.startswith(f"{layer}.") for layer in how.layers)
         if name in saved and (not inside or name.endswith(".bias")):
+            # Biases are not part of the quantizer's state.
             state[name] = place.tensor.detach()
     paths = save_safetensors(state, directory, max_shard_size)
     described = {
@@ -281,7 +283,7 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shar
 
 
 def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_map: Any = None) -> nn.Module:
-    """Load a model that `save_quantized` has written. The original weights are not needed.
+    """Load the files written by `save_quantized` into a model, without the original weights.
 
     Args:
         model: The unquantized model, usually built under `init_empty_weights`.
@@ -318,6 +320,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
         setattr(model.get_submodule(parent), last, made)
     rest = [name for name in where if not any(name.startswith(f"{layer}.") for layer in how.layers)]
     biases = [f"{layer}.bias" for layer in how.layers if f"{layer}.bias" in where]
+    # Other weights keep the dtypes that they were saved in.
     _cast_to_file_dtypes(model, {*rest, *biases}, source)
     load_some(model, source, [*rest, *biases], used, where, None, (), None)
     model.__dict__["quantization"] = how

@@ -45,11 +45,12 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a gradient bucket in bfloat16, and return a future of the averaged bucket.
+    """All-reduce a DDP gradient bucket in bfloat16, and return a future of the averaged bucket.
 
     Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
     """
     group = group or dist.group.WORLD
+    # Divided before the reduction, like in torch's own compression hooks.
     compressed = bucket.buffer().to(torch.bfloat16).div_(group.size())
     future = dist.all_reduce(compressed, group=group, async_op=True).get_future()
 
@@ -65,13 +66,13 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Register a gradient compression hook on a DDP module by the hook's name."""
+    """Register a gradient compression hook on a DDP module by name, such as `"fp16"` or `"powersgd"`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
     hook: Callable[..., Any] = bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
     if name in ("powersgd", "batched_powersgd"):
-        # Without an epsilon a gradient of zeros, as of a parameter that took no part, becomes NaN.
+        # Without an epsilon, a gradient of zeros, such as of an unused parameter, becomes NaN.
         settings = {
             "matrix_approximation_rank": 1,
             "start_powerSGD_iter": 2,
@@ -83,7 +84,7 @@ def register_communication_hook(
         except TypeError as error:
             allowed = [each for each in inspect.signature(powerSGD_hook.PowerSGDState).parameters if each[0] != "_"]
             raise ConfigurationError(
-                f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
+                f"Invalid comm_hook_options={options!r} for PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
             ) from error
         hook = _power_sgd if name == "powersgd" else _batched_power_sgd
     if wrapper is not None:
@@ -92,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """Gradient bucket with a replaced buffer and replaced gradients, passed to torch's PowerSGD hook."""
+    """Gradient bucket for torch's PowerSGD hook, with other tensors in place of its buffer and gradients."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -117,7 +118,7 @@ def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Compress a gradient bucket with PowerSGD as one square matrix.
+    """All-reduce a gradient bucket, compressed with PowerSGD as a single square matrix.
 
     Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function that
     orthogonalizes a batch of matrices (torch 2.13).
@@ -138,7 +139,7 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a communication hook so that it receives its bucket in another dtype. The result has the bucket's dtype."""
+    """Wrap a communication hook so that it reduces gradients in another dtype and returns the original dtype."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
@@ -156,16 +157,16 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
 
 
 def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Register a function `(state, bucket) -> Future` as communication hook of a DDP module.
+    """Register a function `(state, bucket) -> Future` as the communication hook of a DDP module.
 
-    The lambda hides the function's annotations. Torch compares them with its classes, and under
-    `from __future__ import annotations` they are strings, which never match.
+    The lambda hides the function's annotations. Torch compares them with its classes, and under `from __future__ import
+    annotations` they are strings, which never match.
     """
     model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
 class DDP(Strategy, JoinsUnevenInputs):
-    """Distributed data parallelism: each process holds the whole model, and backward averages gradients.
+    """Strategy for data parallelism: each process holds the whole model, and backward averages the gradients.
 
     Args:
         find_unused_parameters: Search each forward pass for parameters that do not contribute to the loss. After ten
@@ -209,17 +210,17 @@ class DDP(Strategy, JoinsUnevenInputs):
             raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
         if check_copies_every < 0:
             raise ConfigurationError(
-                f"check_copies_every={check_copies_every}: give a number of steps, or 0 for no check."
+                f"check_copies_every={check_copies_every} must be a number of steps, or 0 to disable the check."
             )
         _refuse_hooks(comm_hook, comm_hook_options, comm_wrapper)
         if find_unused_parameters not in (True, False, "auto"):
-            raise ConfigurationError(f'find_unused_parameters={find_unused_parameters!r}: it is True, False or "auto".')
+            raise ConfigurationError(f'find_unused_parameters={find_unused_parameters!r}: use True, False or "auto".')
         self._ends_search = find_unused_parameters == "auto"
         if self._ends_search and (static_graph or comm_hook not in (None, "fp16", "bf16")):
             beside = "static_graph=True" if static_graph else f"comm_hook={comm_hook!r}"
             raise ConfigurationError(
-                f'find_unused_parameters="auto" beside {beside}, which buckets that change later do not suit: give '
-                "True or False.",
+                f'find_unused_parameters="auto" cannot be combined with {beside}, because it changes the gradient '
+                "buckets when the search ends. Use True or False.",
             )
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": bool(find_unused_parameters),
@@ -242,13 +243,14 @@ class DDP(Strategy, JoinsUnevenInputs):
         self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
-            raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
+            raise ConfigurationError("sync_batchnorm=True needs GPUs. Torch's SyncBatchNorm does not support the CPU.")
         state.before_leaving(self._release)
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         model, prepared = super().prepare(model, optimizers, precision, move)
+        # Torch's DDP refuses a module without parameters that require gradients.
         trainable = optimizers is not None and any(parameter.requires_grad for parameter in model.parameters())
         if not (self.topology.environment.is_distributed and trainable):
             return model, prepared
@@ -256,7 +258,8 @@ class DDP(Strategy, JoinsUnevenInputs):
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         options = dict(self.wrapper_options)
         if isinstance(model, StepModule) and (model.partial_backwards or model.several_losses):
-            # Torch reduces a static graph where its first backward ends, which here is one of several.
+            # Torch reduces a static graph at the end of its first backward pass, but here a step has several. A
+            # backward pass over some of the parameters leaves the others without a gradient.
             options["find_unused_parameters"] |= model.partial_backwards or options["static_graph"]
             options["static_graph"] = False
         if isinstance(model, StepModule) and not model.partial_backwards:
@@ -290,8 +293,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         if not isinstance(model, DistributedDataParallel):
             return model
         if stage == "evaluate" and self.wrapper_options.get(BROADCAST_BUFFERS, True):
-            # Each process's batch statistics are those of its own last batch; rank 0's are what the next training
-            # step and a checkpoint take.
+            # The next training step and a checkpoint use the buffers of rank 0, so evaluation uses them, too.
             broadcast(list(self.unwrap(model).buffers()))
         # A task that runs backward itself must bypass DDP's forward, which would prepare the reduction too early.
         inner: nn.Module = model.module
@@ -310,6 +312,7 @@ class DDP(Strategy, JoinsUnevenInputs):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
+        # Torch would report missing gradients only in the next forward pass, after a step without a reduction.
         for wrapped in self._copies.held_by(optimizer).wrapped:
             wrapped.require_reduced()
         if not self._copies.must_compare(optimizer):
@@ -321,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a training step can be run again, because nothing is communicated before gradients are averaged."""
+        """True if a training step that ran out of memory can be repeated, as it communicates only after backward."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -334,7 +337,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Free the reducers of all wrapped modules, including modules that the user still holds.
+        """Free the gradient reducers of all wrapped modules before the process group is destroyed.
 
         A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
         needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
@@ -353,15 +356,15 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
         )
     if wrapper is not None and (wrapper not in COMMUNICATION_WRAPPERS or hook not in COMMUNICATION_HOOKS):
         raise ConfigurationError(
-            f"comm_wrapper={wrapper!r} beside comm_hook={hook!r}: it is one of "
-            f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name.",
+            f"comm_wrapper={wrapper!r} is not supported with comm_hook={hook!r}. Use one of "
+            f"{', '.join(COMMUNICATION_WRAPPERS)}, together with the name of a comm_hook.",
         )
     if hook in (None, "fp16", "bf16") and options:
         raise ConfigurationError(f"comm_hook={hook!r} takes no options, got {sorted(options)}.")
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises on all processes if its argument differs between them."""
+    """Return a function that takes a text and raises on all processes if they pass different texts."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -371,7 +374,7 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradients that DDP averages over processes bucket by bucket during backward."""
+    """Gradient operations of `DDP`, which averages gradients over all processes during backward."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -383,14 +386,14 @@ class ReducedGradients(Gradients):
         if not isinstance(model, DistributedDataParallel):
             return nullcontext()
         if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
-            # A static graph is recorded in the first backward, which must reduce (torch 2.13 asserts it);
-            # reducing in every micro-batch of that one window gives the same gradients.
+            # A static graph is recorded in the first backward pass, which must reduce gradients (torch 2.13 asserts
+            # it). Reducing in every micro-batch of that step gives the same result.
             return nullcontext()
         return model.no_sync()
 
 
 class CopiedState(ModelState):
-    """Model and optimizer state of DDP, where each process holds the whole model."""
+    """Saving and loading of state under `DDP`, which compares parameters and saves the buffers of rank 0."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)

@@ -31,12 +31,12 @@ from drivetrain.strategies.step_module import StepModule
 
 logger = get_logger(__name__)
 
-WATCHED_STEPS = 10  # torch 2.13 notes what a search found for as many, then for each hundredth
-_UNTIMED_STEPS = 2  # the first ones, in which buckets are rebuilt
+WATCHED_STEPS = 10  # torch 2.13 records its search for this many steps, and then in each hundredth
+_UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Observer of DDP's search for unused parameters, which reports after the first steps if it is unnecessary.
+    """Observer of the first steps, which finds out whether DDP's search for unused parameters is necessary.
 
     It needs no communication, since the reducer already sums the used parameters over all processes.
     """
@@ -49,14 +49,18 @@ class UnusedSearch:
         device: torch.device,
     ) -> None:
         self._reducer, self._record, self._named, self._device = reducer, record, named, device
-        self._fewest: Tensor | None = None  # processes that used each parameter, over the steps
+        # Smallest and largest number of processes that used each parameter in a step.
+        self._fewest: Tensor | None = None
         self._most: Tensor | None = None
         self._searches: list[float] = []  # seconds
         self._began: list[float] = []
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run and time DDP's post-forward function, which searches the autograd graph of `output`."""
+        """Run and time DDP's post-forward function, which searches the autograd graph of `output`.
+
+        Returns the function's result.
+        """
         start = perf_counter()
         handled = forward_ended(output)
         self._searches.append(perf_counter() - start)
@@ -64,20 +68,20 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Record the parameters that the previous step used. Returns True once enough steps were recorded."""
+        """Record which parameters the previous step used. Return True after enough steps to judge the search."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
         self._fewest = used.clone() if self._fewest is None else self._fewest.minimum(used)
         self._most = used.clone() if self._most is None else self._most.maximum(used)
-        # A window's last micro-batch may leave out what an earlier one used, and that is what the search is for.
+        # The last micro-batch may not use a parameter that an earlier one used. The search is necessary then.
         self._found_here |= bool(self._record().get("unused_parameter_size", 0))
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """Return the indices of parameters that were unused in every step on all processes.
+        """Return the indices of the parameters that no process used in any step, or None if the usage varied.
 
-        Returns None if the used parameters differed between processes or steps.
+        The usage varied if a parameter was used on some processes or in some steps only.
         """
         assert self._fewest is not None
         assert self._most is not None
@@ -87,40 +91,42 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Return the indices of unused parameters if the search can end, else None. A collective call."""
+        """Return the indices of unused parameters if DDP can stop searching for them, or None if it cannot.
+
+        A collective call.
+        """
         never = self.never_used()
         if never is None:
             return None
-        # Without unused parameters a search that found some was of a window's last micro-batch.
+        # If all parameters are used, a search that found unused ones was in the last micro-batch of a step.
         needed = torch.tensor(float(self._found_here and not never), device=self._device)
         dist.all_reduce(needed)
         if needed.item():
             return None
-        found = f"the same ones never did, and are left out: {some_of(self._named(never))}" if never else "all did"
+        found = f"{some_of(self._named(never))} were unused" if never else "all parameters were used"
         logger.info(
-            f'find_unused_parameters="auto": of the parameters that take part in a loss, in each of the first '
-            f"{WATCHED_STEPS} steps and on all processes, {found}. DDP does not search any more. {self._cost()}"
+            f'find_unused_parameters="auto": in each of the first {WATCHED_STEPS} steps, on all processes, {found}. '
+            f"DDP ends the search and excludes unused parameters. {self._cost()}"
         )
         return never
 
     def finish(self) -> None:
-        """Warn if the search found no unused parameters, or the same ones in each step."""
+        """Warn if DDP's search for unused parameters was unnecessary, as all steps used the same parameters."""
         never = self.never_used()
         if never is None:
             return
         if never:
             logger.warning(
-                f"find_unused_parameters=True: in each of the first {WATCHED_STEPS} steps the parameters that took no "
-                f"part in a loss were the same on all processes: {some_of(self._named(never))}. Freeze them "
-                f'(requires_grad_(False)) and leave the option out, or give DDP(find_unused_parameters="auto"), which '
-                f"ends the search where it finds that. "
+                f"find_unused_parameters=True: in each of the first {WATCHED_STEPS} steps, the same parameters were "
+                f"unused on all processes: {some_of(self._named(never))}. Freeze them (requires_grad_(False)) and "
+                'remove the option, or use DDP(find_unused_parameters="auto"), which ends the search in this case. '
                 f"{self._cost()}"
             )
         elif not self._found_here:
             logger.warning(
-                f"find_unused_parameters=True: all parameters took part in the loss in each of the first "
-                f"{WATCHED_STEPS} steps, on all processes. Leave the option out, unless later steps use fewer. "
-                f"{self._cost()}"
+                "find_unused_parameters=True: the loss depended on all parameters in each of the first "
+                f"{WATCHED_STEPS} steps, on all processes. Remove the option, unless later steps use fewer "
+                f"parameters. {self._cost()}"
             )
 
     def _cost(self) -> str:
@@ -146,7 +152,7 @@ _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
-    """Torch's DDP module, which also follows changes of `requires_grad` and names parameters in errors.
+    """Torch's DDP module, extended to follow changes of `requires_grad` and to name parameters in errors.
 
     Torch reduces the parameters that required gradients at construction, and ignores later changes. This class rebuilds
     the reducer if other parameters require gradients.
@@ -164,8 +170,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
     _watches = _ends_search = False
     _hook: tuple[Any, Callable[..., Any]] | None = None
     _register: Callable[[DistributedDataParallel], None] | None = None
-    _left_out: dict[str, Any] | None = None  # names of parameters that the search has left out, and the hooks on them
-    _idles = False  # whether the forward under way is one without anything to train
+    _left_out: dict[str, Any] | None = None  # names of the excluded parameters, and the hooks on them
+    _idles = False  # True during a forward pass with nothing to train
 
     def _ddp_init_helper(self, parameters: Any, *options: Any) -> None:
         super()._ddp_init_helper(parameters, *options)  # type: ignore[no-untyped-call]
@@ -173,10 +179,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducers_built += 1
         self._watched = tuple(self.module.parameters())
         self._trained = list(map(_REQUIRES_GRAD, self._watched))
-        self._unsynced: set[tuple[bool, ...]] = set()  # what micro-batches have trained since the last reduction
+        # `requires_grad` flags of the micro-batches since the last reduction.
+        self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
-        """Rebuild the reducer if `requires_grad` has changed on any parameter. Returns False if nothing is trainable.
+        """Rebuild DDP's gradient reducer if the trainable parameters have changed. Return False if there are none.
 
         With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
         """
@@ -189,13 +196,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         stays = self.find_unused_parameters and not self.static_graph
         if not stays or any(id(parameter) not in known for parameter in trained):
             self._rebuild(trained, keeps=stays)
-        self._trained = list(map(_REQUIRES_GRAD, self._watched))  # rebuilding watches layers that were added, too
+        self._trained = list(map(_REQUIRES_GRAD, self._watched))  # rebuilding may have updated `_watched`
         return True
 
     def _rebuild(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
         self.require_reduced()
         known = {id(parameter) for parameter in self.reduced}
         now = {id(parameter) for parameter in trained}
+        # Reducers with different parameters would hang or mix up gradients, so the processes compare first.
         if self.agree is not None:
             added = self._named(parameter for parameter in trained if id(parameter) not in known)
             frozen = self._named(parameter for parameter in self.reduced if id(parameter) not in now)
@@ -205,26 +213,31 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.parameters_to_ignore.discard(name)
             handle.remove()
         self._left_out = None
-        if self._ends_search:  # what is trained now is to be searched for unused parameters again
+        if self._ends_search:  # search the parameters that are trained now again
             self.find_unused_parameters = True
+        # Torch builds the reducer from the parameters that require gradients at this moment.
         with _requiring_gradients(frozen_since if keeps else ()):
             self._build_reducer()
         if self._watches:
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Observe the search for unused parameters in the first steps. If `ends` is True, end an unnecessary search."""
+        """Start to observe whether the search for unused parameters is necessary in the first steps.
+
+        If it is not, the search ends if `ends` is True. Otherwise, a warning reports its cost.
+        """
+        # Created again for each reducer, since it reads the reducer's usage counts.
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
         self._ends_search, self._watches = ends, True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook on this reducer and on all later ones."""
+        """Register a communication hook, which stays registered when the gradient reducer is rebuilt."""
         super().register_comm_hook(state, hook)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Call a function that registers a communication hook, now and after each rebuild of the reducer.
+        """Call a function that registers a communication hook, now and whenever the gradient reducer is rebuilt.
 
         A new hook state is created each time, because the state may depend on the buckets.
         """
@@ -246,6 +259,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         except RuntimeError as error:
             raise self._explained(error) from error
         search = self._search
+        # A step's usage is read when the next forward pass begins, since backward calls no method of this class.
         if search is not None and self._reduces() and search.note():
             self._search = None
             if not self._ends_search:
@@ -255,7 +269,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """End the search for unused parameters and exclude the unused ones from the reducer.
+        """Stop the search for unused parameters, and exclude the parameters with indices `never` from reduction.
 
         An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
         gradient would not be averaged.
@@ -274,7 +288,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_forward()
 
     def _build_reducer(self) -> None:
-        # The old one's hooks go with it; torch makes a new one so for a module that was pickled.
+        # Deleting the reducer removes its hooks. Torch builds a new reducer in the same way after unpickling.
         del self.reducer, self.logger
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
@@ -307,7 +321,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         if not self.follow_trained():
             self.require_backward_grad_sync, self._idles = False, True
         if accumulated:
-            # What earlier micro-batches have trained, and this one does not, has its gradient by now.
+            # A parameter that only earlier micro-batches trained has its full gradient by now.
             reduced = set(map(id, self.reduced))
             average_gradients([each for each in accumulated if id(each) not in reduced])
 
@@ -316,22 +330,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.require_backward_grad_sync, self._idles = True, False
 
     def _reduces(self) -> bool:
-        """Return True if the current forward pass leads to a backward pass that reduces gradients."""
         return torch.is_grad_enabled() and self.require_backward_grad_sync and not torch.compiler.is_compiling()
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Prepare the reducer for the backward pass of a loss, as DDP's forward pass would."""
         if not self.require_backward_grad_sync:
             return
         if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
-            return  # the forward has: see ReducedGradients.no_sync
+            return  # the forward pass has done so: see ReducedGradients.no_sync
         self.follow_trained()
         self.reducer.prepare_for_forward()
         self.reducer._rebuild_buckets()
         self.reducer.prepare_for_backward([loss])
 
     def zero_loss(self) -> Tensor:
-        """Return a zero loss over the reduced parameters, or over none if DDP searches for unused parameters.
+        """Return a zero loss over all reduced parameters, or over none if DDP searches for unused parameters.
 
         With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay to
         it.
@@ -341,9 +353,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return zero_loss_of(self.reduced)
 
     def require_reduced(self) -> None:
-        """Raise if the last backward pass left out parameters whose gradients other processes wait for."""
         reducer = self.__dict__.get("reducer")
-        if reducer is None:  # the strategy has been torn down
+        if reducer is None:  # after the end of the run
             return
         try:
             reducer._check_reducer_finalized()
@@ -355,10 +366,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             return error
         shown = some_of(self._names_without_gradients(str(error)))
         return ConfigurationError(
-            f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}: the loss does not "
-            'depend on them, and DDP waits for the gradients of all. Use strategy="ddp_find_unused_parameters_true", '
-            "or DDP(find_unused_parameters=True), where the parameters that a loss depends on differ between steps or "
-            "processes; freeze those that are never trained (requires_grad_(False)).",
+            f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}, because the loss "
+            "does not depend on them. DDP waits for the gradients of all parameters. If the parameters that a loss "
+            'depends on differ between steps or processes, use strategy="ddp_find_unused_parameters_true" or '
+            "DDP(find_unused_parameters=True). Freeze parameters that are never trained (requires_grad_(False)).",
         )
 
     def _names_without_gradients(self, message: str) -> list[str]:
@@ -367,23 +378,22 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     @property
     def has_own_hook(self) -> bool:
-        """True if the user's own communication hook is registered, which may let the processes' parameters differ."""
+        """True if the user registered a communication hook, with which parameters may differ between processes."""
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """Return the parameters that DDP averages, and those explicitly excluded from averaging."""
+        """Return all parameters that DDP either averages or excludes from averaging on purpose."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
         return [*self.reduced, *(named[each] for each in (*ignored, *left_out) if each in named)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and parameters of the user's module."""
+        """Return the names and parameters of the user's module, without the prefixes of wrappers."""
         module: nn.Module = self.module
         return list((module.task if isinstance(module, StepModule) else module).named_parameters())
 
     def _names_of(self, places: Sequence[int]) -> list[str]:
-        """Return the names of parameters for their indices in the reducer."""
         return self._named(self.reduced[place] for place in places)
 
     def _named(self, parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -404,35 +414,35 @@ def _requiring_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def _refuse(name: str, gradient: Any) -> None:
     raise ConfigurationError(
-        f'find_unused_parameters="auto": {name} takes part in the loss, which it did not on any process in the first '
-        f"{WATCHED_STEPS} steps, so DDP has left it out since. Where the parameters that a loss depends on change, use "
-        "DDP(find_unused_parameters=True).",
+        f'find_unused_parameters="auto": the loss depends on {name}, which no process used in the first '
+        f"{WATCHED_STEPS} steps. DDP has stopped averaging its gradient. If different steps use different parameters, "
+        "use DDP(find_unused_parameters=True).",
     )
 
 
 # Comparison of gradients and parameters between processes
 
 
-_TOLERANCE = 1e-5  # of the norm: machines that round differently are no fault
+_TOLERANCE = 1e-5  # relative to the norm, since machines may round differently
 _LARGEST = torch.finfo(torch.float32).max
 
 _ADVICE = {
     "gradient": (
-        "Each process would train a model of its own. Most often a backward was not run by the Trainer or the "
-        "Accelerator: call self.manual_backward(loss) in a task that optimizes by hand, accelerator.backward(loss) in "
-        "a loop, and one backward for each forward of the prepared model, outside of no_sync."
+        "Each process would train a different model. The usual cause is a backward pass that neither the Trainer nor "
+        "the Accelerator has run. Call self.manual_backward(loss) with manual optimization, or "
+        "accelerator.backward(loss) in your own loop, once for each forward pass of the model and outside of no_sync."
     ),
     "value": (
         "The processes have trained different models since the last check, or only some have changed a parameter. "
-        "Change parameters on all processes alike, and compute gradients by manual_backward or accelerator.backward."
+        "Change parameters alike on all processes, and compute gradients with manual_backward or accelerator.backward."
     ),
 }
 
 
 class DriftCheck:
-    """Comparison of gradients and parameters between processes, before the first step and then every `every` steps.
+    """Periodic comparison of parameters and gradients between processes, in every `every`-th optimizer step.
 
-    The norm and the sum of each tensor are compared with one all-reduce.
+    The first step is checked, too. The norm and the sum of each tensor are compared with one all-reduce.
     """
 
     def __init__(self, every: int) -> None:
@@ -440,18 +450,18 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Returns True if tensors must be compared before it."""
+        """Count an optimizer step, and return True if processes must compare parameters before this step."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Request a comparison before the next step of an optimizer, because its parameters have changed."""
+        """Make the check due before an optimizer's next step. Used when its parameters were added or removed."""
         self._left.pop(optimizer, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disable comparisons in a context in which processes may take different numbers of steps."""
+        """Return a context without checks, for loops in which processes take different numbers of steps."""
         every, self.every = self.every, 0
         try:
             yield
@@ -459,7 +469,10 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Raise if the parameters, or their gradients, differ between processes. A collective call."""
+        """Compare named parameters and their gradients between processes, and raise if any differ.
+
+        A collective call.
+        """
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -476,14 +489,14 @@ class DriftCheck:
         ranks = [rank for rank, each in enumerate(everyone) if bool(_differ(each[None], everyone[:1]).any())]
         raise ConfigurationError(
             f"The {what} of {named[place % len(named)][0]} on rank{'s' if ranks[1:] else ''} "
-            f"{', '.join(map(str, ranks))} is another than on rank 0. {_ADVICE[what]} DDP(check_copies_every=0) leaves "
-            "this check out.",
+            f"{', '.join(map(str, ranks))} differs from rank 0. {_ADVICE[what]} DDP(check_copies_every=0) disables "
+            "this check.",
         )
 
 
 @dataclass
 class Held:
-    """Wrapped modules and other parameters that an optimizer steps.
+    """Record of the DDP modules that an optimizer steps, and of its parameters that no DDP module reduces.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -497,7 +510,7 @@ class Held:
 
 
 class Copies:
-    """Registry of the DDP modules and of the optimizers that step their parameters.
+    """Registry of a run's DDP modules, to find the modules that an optimizer steps and to compare their copies.
 
     Attributes:
         wrapped: The DDP modules.
@@ -520,14 +533,19 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return the DDP modules and other parameters that an optimizer holds, from a cache if nothing has changed."""
+        """Return the DDP modules that an optimizer steps, and the parameters it holds that no module reduces.
+
+        The result is cached until the optimizer's parameters or a module's reducer change.
+        """
         known = self._held.get(optimizer)
         reducers = 0
         for one in self.wrapped if known is None else known.wrapped:
             reducers += one.reducers_built
         at = sum(len(group["params"]) for group in optimizer.param_groups), reducers
+        # Counting is cheap enough for every step, a search through all parameters is not.
         if known is None or known.found_at != at:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # By `id`, since tensors compare elementwise.
             ids = set(map(id, held))
             wrapped = tuple(one for one in self.wrapped if any(id(p) in ids for p in one.parameters()))
             if known is None or known.found_at[0] != at[0]:
@@ -539,21 +557,27 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later."""
+        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later.
+
+        A collective call.
+        """
         for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
             if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Returns True if its gradients and parameters must be compared before it."""
+        """Count an optimizer step, and return True if gradients must be compared between processes before it."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
-        # Within no_sync, as of LocalSGD, copies differ on purpose.
+        # Within no_sync, which LocalSGD uses, copies differ on purpose.
         return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer's gradients or parameters differ between processes. A collective call."""
+        """Compare the gradients and parameters that an optimizer steps between processes. Raise if any differ.
+
+        A collective call.
+        """
         held = self.held_by(optimizer)
         names = {id(parameter): name for one in held.wrapped for name, parameter in one.named()}
         compared = {id(parameter) for one in held.wrapped for parameter in one.reduced}
@@ -561,14 +585,17 @@ class Copies:
         self._check.compare(
             [
                 (names.get(id(each), f"a parameter of shape {tuple(each.shape)} beside the model"), each)
-                for group in optimizer.param_groups  # whose order is the same on all processes
+                for group in optimizer.param_groups  # in an order that is the same on all processes
                 for each in group["params"]
                 if id(each) in compared
             ]
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Raise if a DDP module's parameters differ between processes, before a checkpoint. A collective call."""
+        """Raise if a DDP module's parameters differ between processes, before a checkpoint is saved.
+
+        A collective call.
+        """
         if not (self._check.every and isinstance(model, DistributedDataParallel)):
             return
         if model.require_backward_grad_sync and not model.has_own_hook:
@@ -577,7 +604,7 @@ class Copies:
             self._check.compare(named, gradients=False)
 
     def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap an optimizer closure so that gradients are compared after its first run."""
+        """Wrap an optimizer's closure so that processes compare gradients after the first of its runs."""
         waits = [True]
 
         def run() -> Any:
@@ -591,9 +618,10 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return the norm and the scaled sum of each tensor as rows, or -1 for None.
+    """Return the norm and the scaled sum of each tensor, by which processes can compare tensors cheaply.
 
-    The sum is divided by the root of the size, so that the norm is an upper bound (Cauchy-Schwarz).
+    Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
+    (Cauchy-Schwarz).
     """
     absent = torch.full((), -1.0, device=device)
     norms, sums, roots = [], [], []
@@ -605,10 +633,11 @@ def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
             continue
         values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
         values = torch.view_as_real(values) if values.is_complex() else values
-        wide = torch.float64 if values.dtype is torch.float64 else torch.float32  # torch narrows no norm
+        # Torch cannot compute a norm in a narrower dtype.
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
         try:
             norm, total = torch.linalg.vector_norm(values, dtype=wide), values.sum(dtype=wide)
-        except (NotImplementedError, RuntimeError):  # of a tensor's own class, which lacks the operation
+        except (NotImplementedError, RuntimeError):  # a tensor subclass may lack these operations
             norm = total = absent
         norms.append(norm.float().to(device))
         sums.append(total.float().to(device))

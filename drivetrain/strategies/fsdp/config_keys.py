@@ -14,19 +14,19 @@ logger = get_logger(__name__)
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
-# key -> why it means nothing here
+# key -> why it has no effect
 _WITHOUT_MEANING = {
     "use_orig_params": "parameters are always the model's own",
-    "state_dict_type": "checkpoints are always written in shards that any layout reads, and exports are whole",
+    "state_dict_type": "checkpoints are always sharded and can be loaded under any layout, and exports are complete",
     "backward_prefetch": "the next unit is always gathered while one computes its backward (BACKWARD_PRE); "
     "FSDP(backward_prefetch=...) gathers further ahead",
-    "version": "there is one, on fully_shard",
-    "limit_all_gathers": "gathers are always limited",
+    "version": "there is only one implementation, based on fully_shard",
+    "limit_all_gathers": "the number of concurrent all-gathers is always limited",
 }
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `FSDP` for an `fsdp_config`."""
+    """Convert the `fsdp_config` section of a launcher's YAML file to a dict of `FSDP` arguments."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")
@@ -39,7 +39,7 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             given[short] = value
     for key in sorted(set(given) & set(_WITHOUT_MEANING)):
-        logger.warning_once(f"fsdp_{key}={given[key]!r} changes nothing: {_WITHOUT_MEANING[key]}.")
+        logger.warning_once(f"fsdp_{key}={given[key]!r} has no effect: {_WITHOUT_MEANING[key]}.")
     options: dict[str, Any] = {}
     for read in (_sharding, _wrapping, _the_rest):
         options |= read(given)
@@ -47,9 +47,9 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the sharding strategy. Version 2 stores the strategy under `reshard_after_forward`."""
     strategy = given.get("sharding_strategy")
     resharding = given.get("reshard_after_forward")
+    # Version 2 files may hold the name of a version 1 strategy under `reshard_after_forward`.
     if isinstance(resharding, str) and resharding.upper() in _STRATEGIES:
         strategy, resharding = strategy or resharding, None
     options: dict[str, Any] = {}
@@ -57,11 +57,12 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
         name = _choice("fsdp_sharding_strategy", strategy, _STRATEGIES)
         if name == "NO_SHARD":
             raise ConfigurationError(
-                "fsdp_sharding_strategy=NO_SHARD shards nothing: use strategy='ddp', which is the same and faster.",
+                "fsdp_sharding_strategy=NO_SHARD shards nothing. Use strategy='ddp', which is equivalent and faster.",
             )
         options["reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
         if name.startswith("HYBRID"):
             environment = ProcessEnvironment.detect()
+            # HYBRID shards within a machine, and keeps one copy of the model on each machine.
             options["replicate_size"] = max(1, environment.world_size // environment.local_world_size)
     if resharding is not None:
         options["reshard_after_forward"] = (
@@ -86,7 +87,7 @@ def _wrapping(given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "TRANSFORMER_BASED_WRAP":
         return {"wrap": classes or "auto"}
     if not least:
-        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs fsdp_min_num_params.")
+        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP requires fsdp_min_num_params.")
     return {"wrap": int(float(least))}
 
 
@@ -101,8 +102,10 @@ def _the_rest(given: Mapping[str, Any]) -> dict[str, Any]:
         if key in given:
             options[name] = _boolean(f"fsdp_{key}", given[key])
     if "forward_prefetch" in given:
+        # True stands for one unit in advance.
         options["forward_prefetch"] = int(_boolean("fsdp_forward_prefetch", given["forward_prefetch"]))
     if "cpu_ram_efficient_loading" in given:
+        # The value is only validated: `init="rank0"`, the default, suits both values.
         _boolean("fsdp_cpu_ram_efficient_loading", given["cpu_ram_efficient_loading"])
         options["init"] = "rank0"
     if given.get("ignored_modules"):
@@ -112,14 +115,14 @@ def _the_rest(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Return the chosen name, given by name or by its number counted from 1."""
+    # Older files give the choice as a number, counted from 1.
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(allowed):
         return allowed[value - 1]
     name = str(value).upper()
     if name.isdigit() and 1 <= int(name) <= len(allowed):
         return allowed[int(name) - 1]
     if name not in allowed:
-        raise ConfigurationError(f"{key}={value!r}: allowed are {', '.join(allowed)}.{nearest(name, allowed)}")
+        raise ConfigurationError(f"Invalid {key}={value!r}. Allowed: {', '.join(allowed)}.{nearest(name, allowed)}")
     return name
 
 
@@ -128,7 +131,7 @@ def _boolean(key: str, value: Any) -> bool:
         return value
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).lower() not in known:
-        raise ConfigurationError(f"{key}={value!r}: give true or false.")
+        raise ConfigurationError(f"{key}={value!r} is not supported. Use true or false.")
     return known[str(value).lower()]
 
 

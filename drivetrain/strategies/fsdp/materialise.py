@@ -22,10 +22,11 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device in a context, and buffers on their real device.
+    """Return a context in which new modules have parameters on the meta device, but buffers with values.
 
     Buffers are small, and tables computed in a constructor could not be recomputed.
     """
+    # Assigning a parameter to an attribute of a module calls this method, too.
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -41,12 +42,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter on the meta device."""
+    """Return a copy of a parameter without values, on the meta device."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Move a model's parameter values into a dict. Unsharded parameters get new memory, sharded ones none."""
+    """Return a model's parameter values in a dict, and leave the parameters that will be sharded without memory.
+
+    Keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on the
+    CPU.
+    """
     twins: dict[int, nn.Parameter] = {}
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
@@ -59,7 +64,7 @@ def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple
 
 
 def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
-    """Return a placeholder for a parameter, on the meta device if it will be sharded."""
+    # A parameter to be sharded needs no memory yet. An unsharded one needs memory for its values.
     if parameter.is_meta == sharded:
         return parameter
     if sharded:
@@ -68,7 +73,7 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Fills a model's shards with rank 0's values, one parameter at a time.
+    """Loader that fills a sharded model with rank 0's values, one parameter at a time.
 
     Other processes hold at most one full parameter at a time.
     """
@@ -78,7 +83,7 @@ class Materialiser:
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Fill a full parameter or this process's shard with rank 0's value."""
+        """Broadcast a parameter's value from rank 0, and copy it, or this process's shard of it, to the parameter."""
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -100,16 +105,16 @@ class Materialiser:
                 self.fill(parameter, values.get((id(module), name)))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Broadcast rank 0's buffers to all processes."""
+        """Overwrite a model's buffers with rank 0's values on all processes. A collective call."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
                 if buffer.is_meta:
                     raise ConfigurationError(
-                        f"The buffer {name!r} of a {type(module).__name__} is on the meta device, so its values are "
-                        "not known. Build the model under init_context() of the strategy, which leaves buffers real, "
-                        "rather than under torch.device('meta').",
+                        f"The buffer {name!r} of a {type(module).__name__} is on the meta device, so it has no "
+                        "values. Build the model under the strategy's init_context(), which creates real buffers, "
+                        "instead of torch.device('meta').",
                     )
                 if self._peers:
                     sent = buffer.detach().to(self._device).contiguous()
@@ -117,8 +122,12 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize parameters without values by the modules' own methods, run on rank 0 module by module."""
+        """Initialize a model's parameters on rank 0 by the modules' own methods, and fill the shards with the values.
+
+        One module is initialized at a time. `random_state` is the state of torch's generator to begin with.
+        """
         check_initialisable(model)
+        # The values are drawn with the random state in which the model was built.
         after = torch.get_rng_state()
         if random_state is not None:
             torch.set_rng_state(random_state)
@@ -138,7 +147,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise if a module with parameters defines no initialization method."""
+    """Raise if a module has parameters but no method to initialize them, such as `reset_parameters`."""
     unknown = sorted(
         {
             type(module).__name__
@@ -148,19 +157,20 @@ def check_initialisable(model: nn.Module) -> None:
     )
     if unknown:
         raise ConfigurationError(
-            f"The model was built without values, and {', '.join(unknown)} cannot make them: give these classes a "
-            "reset_parameters() that fills their own parameters, give the weights with FSDP(weights='path'), or let "
-            "rank 0 build the real model with FSDP(init='rank0').",
+            f"The model was built without parameter values, and {', '.join(unknown)} cannot initialize them. Add a "
+            "reset_parameters() method to these classes that fills their own parameters, load the weights with "
+            "FSDP(weights='path'), or build the model with values on rank 0 with FSDP(init='rank0').",
         )
 
 
 def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """Return the function that initializes a module's own parameters, or None."""
+    """Return the function that initializes a module's own parameters, or None if no class defines one."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
             found: Callable[[], Any] = method
             return found
+    # Hugging Face models initialize all their modules with one method of the model.
     for owner in model.modules():
         method = getattr(owner, "_init_weights", None)
         if callable(method) and any(inner is module for inner in owner.modules()):
@@ -170,7 +180,7 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return initial values for a module's own parameters on the CPU, without changing the module."""
+    """Return new initial values of a module's own parameters by name, without changing the module."""
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -185,14 +195,14 @@ def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]
         module._parameters.update(before)
 
 
-# Reading weights from files, each process the slices that its shards are of
+# Reading of weights from files, where each process reads the slices of its shards
 
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Load a model's parameters and buffers from files. Each process reads only the slices of its shards."""
+    """Load weights from safetensors files or a checkpoint into a model. Each process reads only its shards."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):
@@ -209,8 +219,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
     left_over = sorted(set(files) - {name for names, _ in wanted for name in names})
     if strict and (missing or left_over):
         raise CheckpointError(
-            f"{place} holds the weights of another model: not in it: {missing[:8]}; only in it: {left_over[:8]}. "
-            "Build the model as it was, or load with strict=False."
+            f"{place} does not contain the weights of this model: not in it: {missing[:8]}; only in it: "
+            f"{left_over[:8]}. Build the model as it was when the weights were saved, or use strict=False."
         )
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, tensor in pairs:
@@ -220,7 +230,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
 
 
 def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return each parameter and saved buffer of a model with all of its names."""
+    """Return the parameters and persistent buffers of a model, each with all names in the state dict."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -229,7 +239,7 @@ def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _files_of(place: Path) -> dict[str, Path]:
-    """Return a dict from tensor name to the file that contains the tensor."""
+    """Return the path of the safetensors file that contains each tensor, by tensor name."""
     from safetensors import safe_open
 
     if place.is_dir():
@@ -240,7 +250,7 @@ def _files_of(place: Path) -> dict[str, Path]:
         place = place / _SINGLE
     if not place.exists():
         raise CheckpointError(
-            f"There are no weights at {place}. Give a safetensors file, a directory with {_SINGLE} or {_INDEX}, or a "
+            f"There are no weights at {place}. Use a safetensors file, a directory with {_SINGLE} or {_INDEX}, or a "
             "checkpoint."
         )
     with safe_open(place, framework="pt") as opened:
@@ -256,7 +266,7 @@ def _read(file: Path, held: Iterable[tuple[str, Tensor]]) -> None:
             part: Any = opened.get_slice(name)
             if tuple(part.get_shape()) != tuple(tensor.shape):
                 raise CheckpointError(
-                    f"{file}: {name} is of shape {tuple(part.get_shape())}, but {tuple(tensor.shape)} in the model."
+                    f"{file}: {name} has shape {tuple(part.get_shape())}, but {tuple(tensor.shape)} in the model."
                 )
             if not isinstance(tensor, DTensor):
                 tensor.copy_(opened.get_tensor(name))
@@ -271,8 +281,8 @@ def _from_checkpoint(wanted: list[tuple[list[str], Tensor]], place: Path, strict
     models = in_schema(packed)["engine"].get("models")
     if not isinstance(models, list) or len(models) != 1:
         raise CheckpointError(
-            f"{place} holds {len(models) if isinstance(models, list) else 'no'} models, not one. Load it with "
-            "load_state, or export one with Accelerator.save_model."
+            f"{place} contains {len(models) if isinstance(models, list) else 'no'} models instead of one. Load it "
+            "with load_state, or export one model with Accelerator.save_model."
         )
     places = find_places(packed)
     checkpoint.shared(places.into("models", [state]), strict, only=[places.models])

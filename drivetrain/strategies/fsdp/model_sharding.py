@@ -34,7 +34,7 @@ from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.strategies.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
 
-# The options of `FSDP`, checked
+# Validated options of `FSDP`
 
 
 _INITS = ("rank0", "meta")
@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The arguments of `FSDP`, which documents them."""
+    """Validated arguments of the `FSDP` strategy, whose docstring explains each of them."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -79,7 +79,7 @@ class FSDPOptions:
             )
         if self.activation_offload and self.activation_checkpointing is False:
             raise ConfigurationError(
-                "activation_offload=True keeps what goes into recomputed blocks on the CPU, so it needs "
+                "activation_offload=True keeps the inputs of recomputed blocks on the CPU, so it requires "
                 "activation_checkpointing.",
             )
         if not isinstance(self.compile, bool | dict):
@@ -89,7 +89,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the non-default options as Python arguments, for `repr`."""
+        """Return the options that differ from their defaults as Python arguments, for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -97,11 +97,11 @@ class FSDPOptions:
         )
 
 
-# Parameters that every process holds whole, beside those that are sharded
+# Parameters that are not sharded
 
 
 class GradientAveraging:
-    """Averages the gradients of unsharded parameters over all processes.
+    """Autograd hooks that average gradients over all processes, for parameters that FSDP does not shard.
 
     Attributes:
         enabled: True if backward averages gradients, False within an accumulation window.
@@ -115,20 +115,22 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average a parameter's gradient at the end of its accumulation in each backward, even if it is frozen now."""
+        """Register hooks that average the parameters' gradients in each backward, even if they are frozen at first."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
-                continue  # torch computes no gradients of it
+                continue  # torch computes no gradients for integers
             is_trained = parameter.requires_grad
             self.watched.add(id(parameter))
-            parameter.requires_grad_(True)  # torch adds the hook to no other, and keeps it when that changes
+            # Torch accepts the hook only on a parameter that requires gradients, but keeps it afterwards.
+            parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
             parameter.requires_grad_(is_trained)
 
     def _average(self, parameter: Tensor) -> None:
         if not self.enabled or parameter.grad is None:
             return
-        # What earlier micro-batches left is this process's own, or an average already, which averaging keeps.
+        # Earlier micro-batches may have left a local gradient or an average. Averaging an average again does not change
+        # it.
         with torch.no_grad():
             for group in self._groups:
                 dist.all_reduce(parameter.grad, group=group)
@@ -136,7 +138,7 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters that cannot be sharded or belong to ignored modules."""
+    """Return a model's parameters that FSDP does not shard: scalars, and all parameters of ignored modules."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -146,7 +148,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Builds models without values, and shards them.
+    """Construction and sharding of models with the options of the `FSDP` strategy.
 
     Attributes:
         options: The arguments of `FSDP`.
@@ -176,17 +178,20 @@ class ModelSharder:
         with parameters_on_meta():
             yield
         self._random_state = torch.get_rng_state()
-        torch.randint(2, ())  # so that a second model does not get the values of the first
+        torch.randint(2, ())  # so that a second model gets other values
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model and return it. Models for evaluation are sharded too, since they may not fit otherwise."""
+        """Shard a model and return it. A model that is already sharded is returned as it is.
+
+        Models for evaluation are sharded too, since they may not fit otherwise.
+        """
         known = self._placed_before(model, precision)
         if known is not None:
             return known
         model = precision.convert(model)
         replicated = self._replicated(model)
         values = self._take_values(model, replicated)
-        replicated = self._replicated(model)  # those whose values are still to come have been replaced
+        replicated = self._replicated(model)  # taking the values has replaced some parameters
         if self._split_layers is not None:
             make_contiguous(model)
             self._split_layers(model)
@@ -196,11 +201,15 @@ class ModelSharder:
         sharding.remember_units(model)
         bare = self._unwrap(model)
         if bare is not model:
+            # A deep copy of the user's module alone must shard the parameters again.
             bare.__dict__["__deepcopy__"] = sharding.ShardedInside(bare, model)
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """Return the model that an earlier `prepare` created from this model, or None."""
+        """Return the sharded model that contains this model if it was sharded before, or None.
+
+        Raises a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
+        """
         bare = self._unwrap(model)
         inside = bare.__dict__.get("__deepcopy__")
         known = inside.outer if isinstance(inside, sharding.ShardedInside) else None
@@ -209,8 +218,8 @@ class ModelSharder:
         if known is None:
             if sharding.is_sharded(model):
                 raise ConfigurationError(
-                    "A part of this model is sharded already, by itself or within another model. Shard the whole "
-                    "model at once, or make a new one.",
+                    "A part of this model is already sharded, on its own or within another model. Shard the whole "
+                    "model at once, or create a new model.",
                 )
             return None
         unit_sharding: sharding.UnitSharding = next(
@@ -220,8 +229,8 @@ class ModelSharder:
         )
         if unit_sharding.mesh != self._mesh() or unit_sharding.mixed_precision != self._mixed_precision(precision):
             raise ConfigurationError(
-                "This model was sharded before, over other processes or in another precision. Make a new one, and load "
-                "the state of this one into it.",
+                "This model is already sharded, over other processes or in another precision. Create a new model, and "
+                "load the state of this one into it.",
             )
         return known
 
@@ -232,7 +241,10 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard the units of a model from the inside out, and the remaining parameters as the outermost unit."""
+        """Apply `fully_shard` to the units of a model, innermost first, and to the model as the outermost unit.
+
+        `units` replaces the units that the options select.
+        """
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)
@@ -261,6 +273,7 @@ class ModelSharder:
             sharding.shard_unit(unit, unit_sharding)
         for root in roots:
             sharding.shard_unit(root, unit_sharding.for_outermost(frees=root is not model))
+        # In the order of registration, which is assumed to be the order of execution.
         in_order = [module for module in sharding.sharded_units(model) if id(module) not in outermost]
         sharding.prefetch(in_order, options.forward_prefetch, options.backward_prefetch)
         self._register_methods(roots)
@@ -269,6 +282,7 @@ class ModelSharder:
         self, model: nn.Module, units: Sequence[nn.Module], replicated: frozenset[nn.Parameter]
     ) -> None:
         names = {id(parameter): name for name, parameter in self._unwrap(model).named_parameters()}
+        # A parameter belongs to the innermost unit, and units come innermost first.
         taken: set[int] = {id(parameter) for parameter in replicated}
         for unit in units:
             own = [each for each in unit.parameters() if id(each) not in taken]
@@ -280,16 +294,19 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules that are gathered and freed as one unit."""
+        """Return the submodules of a model that FSDP gathers and frees as one unit each."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules that are recomputed or compiled as one."""
+        # Units chosen by size follow no structure that would make sense to recompute or compile.
         by_class = self.options.wrap is not None and not isinstance(self.options.wrap, int)
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the model, or its children if the task runs backward itself and calls them directly."""
+        """Return the modules that become outermost units: the model, or else the children that the task calls.
+
+        A task that runs backward itself calls its children directly, without the model's forward.
+        """
         if not (isinstance(model, StepModule) and model.partial_backwards):
             return [model]
         roots: list[nn.Module] = []
@@ -311,12 +328,14 @@ class ModelSharder:
             bare = self._unwrap(root)
             for name in self.options.forward_methods:
                 if not hasattr(bare, name):
-                    raise ConfigurationError(f"forward_methods names {name!r}, which {type(bare).__name__} has not.")
+                    raise ConfigurationError(
+                        f"{type(bare).__name__} has no method {name!r}, which forward_methods names."
+                    )
                 if isinstance(bare, FSDPModule):
                     register_fsdp_forward_method(bare, name)
 
     def rewrite_blocks(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Enable activation recomputation and compilation of blocks as the options request."""
+        """Enable activation recomputation and `torch.compile` for a model's blocks if the options request it."""
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
@@ -331,8 +350,8 @@ class ModelSharder:
         )
         if not (blocks or recomputed):
             raise ConfigurationError(
-                "activation_checkpointing and compile work block by block, but the model has no repeated blocks. Name "
-                "them with wrap= or activation_checkpointing=.",
+                "activation_checkpointing and compile apply to each block of a model, but this model has no repeated "
+                "blocks. Select the blocks with wrap= or activation_checkpointing=.",
             )
         compiled = blocks if options.compile else []
         rewrite_blocks(recomputed, options.activation_offload, compiled, options.compile_options())
@@ -345,7 +364,7 @@ class ModelSharder:
             module = by_name.get(one) if isinstance(one, str) else one
             if module is None or (isinstance(one, str) and not one):
                 raise ConfigurationError(
-                    f"ignored_modules names {one!r}, which the model does not have. It has: "
+                    f"ignored_modules names {one!r}, which is not a module of the model. Its modules are: "
                     f"{', '.join(name for name in by_name if name)}.",
                 )
             found.append(module)
@@ -354,13 +373,13 @@ class ModelSharder:
     def _replicated(self, model: nn.Module) -> frozenset[nn.Parameter]:
         chosen = parameters_to_replicate(model, self._ignored_modules(model))
         roots = self._roots(model)
-        if model not in roots:  # what no root has cannot be gathered with any
+        if model not in roots:  # a parameter outside of all roots cannot be gathered with any of them
             inside = {parameter for root in roots for parameter in root.parameters()}
             chosen |= {parameter for parameter in model.parameters() if parameter not in inside}
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return the dtypes for gathering parameters and reducing gradients.
+        """Return the policy for `fully_shard` with the dtypes of gathered parameters and reduced gradients.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -377,7 +396,7 @@ class ModelSharder:
             else OffloadPolicy()
         )
 
-    # values
+    # Parameter values
 
     def _materialiser(self) -> Materialiser:
         return Materialiser(
@@ -385,11 +404,13 @@ class ModelSharder:
         )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Remove and return the parameter values that must be sent from rank 0, or None if every process has them.
+        """Return the parameter values to send from rank 0, or None if every process has built the real model.
 
-        If each process has built the model, rank 0's values are used, as in DDP.
+        The values are removed from the model. If every process has built the model, rank 0's values are used, as in
+        DDP.
         """
         here = any(parameter.is_meta for parameter in model.parameters())
+        # All processes must take the same branch, even if only some of them have built the model.
         anywhere = here
         if self._topology.environment.is_distributed:
             anywhere = bool(reduce(torch.tensor(int(here), device=self._topology.device), "max").item())
@@ -411,6 +432,7 @@ class ModelSharder:
         if self.options.weights is not None:
             load_weights(self._unwrap(model), self.options.weights)
         elif values is not None:
+            # Only rank 0 knows whether there are values to send.
             flag = torch.tensor(int(bool(values)), device=self._topology.device)
             if broadcast(flag).item():
                 materialiser.fill_all(model, values)
@@ -421,7 +443,7 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average the gradients of a model's unsharded parameters after each backward."""
+        """Average the gradients of a model's unsharded parameters over all processes in each backward from now on."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
@@ -434,11 +456,11 @@ def make_contiguous(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-# The mesh that parameters are sharded over, made when it is needed first
+# Device mesh, created on first use
 
 
 class ShardMesh:
-    """Callable that creates the device mesh with dimensions (shard,) or (replicate, shard)."""
+    """Callable that returns FSDP's device mesh, created on first use: (shard,) or (replicate, shard)."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size
@@ -458,7 +480,7 @@ class ShardMesh:
         return self._mesh
 
     def _ensure_group(self) -> None:
-        """Create a process group of one process if there is none, since a mesh needs a group."""
+        # A device mesh needs a process group, even in a run with one process.
         if not dist.is_initialized():
             kind = self._topology.kind
             backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
@@ -474,14 +496,14 @@ class ShardMesh:
         return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def leave(self) -> None:
-        """Destroy the process group that was created for a world of one process."""
+        """Destroy the process group that the mesh created in a run with one process."""
         self._mesh = None
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
             self._own_group = False
 
 
-# Torch's own words for what is asked of FSDP, for those who take or show options in them
+# Torch's names for FSDP options, for code that takes or shows options in them
 
 
 __all__ = ["CPUOffload", "MixedPrecision", "ShardedGradScaler", "ShardingStrategy"]

@@ -19,7 +19,7 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 
 
 class ShardedState(ModelState):
-    """State dicts of models whose parameters are shards."""
+    """Saving and loading of the state of models and optimizers whose parameters are shards."""
 
     held_as: HeldAs = "shards"
 
@@ -62,9 +62,10 @@ class ShardedState(ModelState):
 
     @contextmanager
     def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-        """Replace a model's shards with full-precision full tensors in a context. A collective call.
+        """Return a context in which a prepared model holds full parameters in place of shards. A collective call.
 
-        The model cannot run a forward pass within the context.
+        The context yields the unwrapped model, which cannot run a forward pass. With `writeback`, changes are copied to
+        the shards on exit.
         """
         self.reshard(model)
         bare = self.strategy.unwrap(model)
@@ -72,17 +73,17 @@ class ShardedState(ModelState):
             yield bare
 
     def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load a prepared model's weights from safetensors or a checkpoint. Each process reads only its shards."""
+        """Load weights from safetensors files or a checkpoint into a prepared model. Each process reads its shards."""
         self.reshard(model)
         load_weights(self.strategy.unwrap(model), path, strict)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free the gathered parameters of a model, so that its parameters are shards."""
+        """Free a model's gathered parameters, so that its modules hold this process's shards again."""
         sharding.reshard_units(model)
 
 
 def _like(value: Any, parameter: torch.Tensor | None) -> Any:
-    """Return a saved optimizer value, sharded like its parameter if it has the parameter's shape."""
+    # State of another shape, such as a step count, is not sharded.
     if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value

@@ -27,11 +27,14 @@ from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import lay_out_state, move_in_place, needs_closure, replaces_parameters
 
-# What is done to each block of a model by itself: recompute its activations, compile it
+# Recomputation and compilation of each block of a model
 
 
 class BlockForward:
-    """Replacement for a block's `forward` that recomputes activations or compiles. State dict names stay unchanged."""
+    """Replacement for a block's `forward` that recomputes activations in backward or compiles the block.
+
+    Unlike a wrapper module, it keeps the names in the state dict.
+    """
 
     def __init__(
         self, block: nn.Module, recompute: bool, offload: bool, compile_options: dict[str, Any] | None
@@ -47,18 +50,19 @@ class BlockForward:
             return self._forward(*args, **kwargs)
         if not self.offload:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        # Moves only the block's inputs, since all other activations are recomputed.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
     def again_for(self, block: nn.Module) -> None:
-        """Install an equal replacement on another block."""
+        """Install a `BlockForward` with the same options on another block, such as a deep copy."""
         block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
 
 
 def rewrite_blocks(
     recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
 ) -> None:
-    """Enable activation recomputation and compilation for the given blocks."""
+    """Enable activation recomputation for the `recomputed` blocks, and `torch.compile` for the `compiled` blocks."""
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
     for key, block in {**again, **fast}.items():
@@ -68,7 +72,7 @@ def rewrite_blocks(
 
 
 class NormInFull:
-    """Replacement for a normalization layer's `forward` that computes with float32 parameters.
+    """Replacement for a normalization layer's `forward` that converts its parameters to float32 for the call.
 
     Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs or
     statistics (torch 2.13). Under autocast, inputs may have either dtype.
@@ -88,7 +92,7 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Make a model's normalization layers compute with float32 parameters."""
+    """Make a model's normalization layers compute in float32, or only batch normalization unless `everywhere`."""
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -96,11 +100,13 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
             module.__dict__["forward"] = NormInFull(module)
 
 
-# Following parameters through sharding, which puts new ones in their place
+# Replacement of parameters by their shards, in modules and optimizers
 
 
 class Slot(NamedTuple):
-    """A registered parameter: module, attribute name, and the parameter at the time of recording.
+    """Location of a parameter in a model: the module, the parameter's name in it, and the parameter.
+
+    Recorded before sharding, which registers another parameter under the name.
 
     Attributes:
         module: The module.
@@ -114,30 +120,33 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Raise if an optimizer that supports only unsharded parameters holds shards."""
+    """Raise if an optimizer holds sharded parameters but can only step unsharded ones.
+
+    Examples are L-BFGS, and SGD with `fused=True`.
+    """
     if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         return
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise ConfigurationError(
-            f"{name} makes one vector of all parameters, which shards of them do not add up to. Use another optimizer, "
-            'or strategy="ddp".',
+            f"{name} does not support sharded parameters, because it combines all parameters into one vector. Use "
+            'another optimizer, or strategy="ddp".',
         )
     if type(optimizer) in (SGD, Adagrad) and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigurationError(
-            f"{name}(fused=True) cannot step sharded parameters: torch has no rule for it. Leave fused out, or give "
-            "foreach=True.",
+            f"{name}(fused=True) does not support sharded parameters in torch. Remove fused=True, or use foreach=True.",
         )
 
 
 def gather(value: Tensor) -> Tensor:
-    """Return the full tensor of a shard, or the tensor itself if it is not sharded. A collective call.
+    """Return the full tensor of a DTensor, or the tensor itself if it is not a DTensor. A collective call.
 
     Mesh dimensions are gathered one by one, last first. Torch's own gather warns if several mesh dimensions shard the
     same tensor dimension.
     """
     if not isinstance(value, DTensor):
         return value
+    # A strided shard was split after another mesh dimension, so it must be gathered first.
     placements: list[Placement] = list(value.placements)
     late = [i for i, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
     for i in [*late, *(i for i in reversed(range(len(placements))) if i not in late)]:
@@ -148,7 +157,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return a slot for each registered parameter of a model. Tied parameters have several."""
+    """Return the location of each registered parameter in a model. A tied parameter has several locations."""
     return [
         Slot(module, name, parameter)
         for module in model.modules()
@@ -158,7 +167,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """Return the current parameter of each slot as a dict by the `id` of the recorded parameter."""
+    """Return the parameters that are now registered in place of the recorded ones, by the `id` of the old parameter."""
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -168,9 +177,10 @@ def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
 
 
 def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
-    """Replace the parameters in an optimizer with their shards, and shard its state in the same way.
+    """Make an optimizer step the shards that replaced its parameters, and shard its state in the same way.
 
-    The optimizer and its groups stay the same objects, because learning rate schedulers hold them.
+    `now` maps the `id` of a replaced parameter to its shard. The optimizer and its groups stay the same objects,
+    because learning rate schedulers hold them.
     """
     for group in optimizer.param_groups:
         group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
@@ -186,18 +196,19 @@ def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
 
 
 def local_slices(like: DTensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this process's shard covers."""
+    """Return the slices of a full tensor that this process's shard covers, one for each dimension."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
-    """Return this process's shard of a full tensor, laid out like the DTensor `like`. No communication takes place."""
+    """Return this process's shard of a full tensor, in the layout of the DTensor `like`, without communication."""
     if isinstance(whole, DTensor):
         return whole
     part = whole[local_slices(like)]
     if copy:
         local = like.to_local()
+        # A slice of the full tensor would keep all of its memory alive.
         part = torch.empty_like(local, dtype=whole.dtype).copy_(part)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -205,7 +216,7 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
 
 
 class ReplacedParameters:
-    """Record of parameters that were replaced with shards, to detect optimizers that still hold the old ones.
+    """Record of parameters that sharding has replaced, to detect optimizers that still hold old parameters.
 
     Parameters are held by reference, because Python may reuse the `id` of a freed one.
     """
@@ -215,7 +226,7 @@ class ReplacedParameters:
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """Replace the parameters in optimizers with the shards that are now in the slots."""
+        """Make optimizers step the shards that replaced the parameters in `slots`, and record the old parameters."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -223,7 +234,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise at an optimizer's first step if it holds a parameter that was replaced with a shard."""
+        """Raise if an optimizer still holds parameters that sharding has replaced. Only its first step is checked."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -231,8 +242,8 @@ class ReplacedParameters:
                 known = self._gone.get(id(parameter))
                 if known is not None and known() is parameter:
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds parameters as they were before the model was sharded, so "
-                        "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
+                        f"{type(optimizer).__name__} holds the parameters from before the model was sharded, so its "
+                        "steps would have no effect. Prepare both together with prepare(model, optimizer), or create "
                         "the optimizer after prepare(model).",
                     )
         self._checked.add(optimizer)
@@ -244,7 +255,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments with which a unit is sharded, stored so that its copies can be sharded alike.
+    """Arguments of `fully_shard` for one unit, stored on the unit so that its copies are sharded in the same way.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
@@ -268,14 +279,18 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of the arguments for an outermost unit, which no other unit calls."""
+        """Return a copy of the `fully_shard` arguments, changed to suit the outermost unit of a model.
+
+        `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
+        otherwise.
+        """
         resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
         whole = self.whole if whole is None else whole
         return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
 
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
-    """Shard the parameters of a module that no inner unit has sharded."""
+    """Shard a module's parameters with `fully_shard`, except for parameters of units that are sharded already."""
     mesh = unit_sharding.mesh
     kind = get_device_kind(mesh.device_type)
     if kind.name != "cpu" and replaces_parameters(torch.device(kind.name)):
@@ -291,7 +306,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
         ignored_params=set(unit_sharding.whole) or None,
     )
     unit.__dict__[UNIT_SHARDING] = unit_sharding
-    # Torch makes this class for the unit's own, with a __deepcopy__ that raises.
+    # `fully_shard` creates a class for this unit, with a `__deepcopy__` that raises.
     type(unit).__deepcopy__ = _copy_unit  # type: ignore[attr-defined]
     if unit_sharding.reduce_unused:
         unit.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
@@ -301,7 +316,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
 
 
 def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
-    """Return the sharded units of a model, including the model itself if it is one."""
+    """Return the modules of a model to which `fully_shard` was applied, possibly including the model itself."""
     known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
     if known is not None:
         return known
@@ -309,7 +324,7 @@ def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
 
 
 def remember_units(model: nn.Module) -> None:
-    """Cache the list of a model's units, so that a step need not search all modules."""
+    """Cache the list of a model's sharded units on the model, so that no step has to search all modules."""
     model.__dict__[_UNITS] = tuple(sharded_units(model))
 
 
@@ -319,7 +334,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Free the gathered parameters of a model, so that its parameters are shards.
+    """Free a model's gathered parameters, so that its modules hold this process's shards again.
 
     Torch creates a unit's full parameter once and copies `requires_grad` from the shard at that time (torch 2.13).
     Freeing it makes backward use the current `requires_grad`.
@@ -332,7 +347,7 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
-    """Pre-forward hook that allocates a unit's full parameters outside inference mode.
+    """Pre-forward hook that leaves inference mode to allocate the full parameters of units for the first time.
 
     Torch keeps these tensors, and cannot train with tensors created in inference mode (torch 2.13). Otherwise, a
     validation before the first training step would break the run.
@@ -347,9 +362,9 @@ def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
 
 
 def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook that frees the outermost unit if no backward pass follows.
+    """Forward hook that frees the outermost unit's gathered parameters if no backward pass will free them.
 
-    Torch leaves it gathered until backward. Code that changes the gathered parameters would lose its changes.
+    Code that changes parameters which are still gathered would lose its changes.
     """
     if not (torch.is_grad_enabled() and _takes_gradients(output)):
         module.reshard()  # type: ignore[operator]
@@ -365,18 +380,19 @@ def _records_of(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
-    else:  # torch 2.9: one group in a unit, or none
+    else:  # torch 2.9 has at most one group in a unit
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
     return [one for group in groups for one in group.fsdp_params]
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Set the local tensor of a sharded parameter."""
+    """Set this process's local tensor of a sharded parameter. `one` is FSDP's internal record of the parameter."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
     )
     one._setattr_on_modules(nn.Parameter(shard, requires_grad=old.requires_grad))
+    # FSDP keeps references to the local tensor, which must follow the new one.
     one.reset_sharded_param()
 
 
@@ -390,11 +406,14 @@ def allocate(model: nn.Module) -> None:
                 set_shard(one, torch.empty(local.shape, dtype=local.dtype, device=device))
 
 
-# gradients that wait for the end of an accumulation window
+# Gradients that accumulate until the end of an accumulation window
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise if a unit trains parameters of two dtypes, for example after parameters were unfrozen."""
+    """Raise if a sharded unit trains parameters of two dtypes, since FSDP reduces their gradients together.
+
+    This can happen if parameters are unfrozen after sharding.
+    """
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -405,18 +424,21 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Raise if a unit trains parameters of two dtypes, since torch 2.13 reduces their gradients together."""
+    """Raise if a unit trains parameters of several dtypes, since torch 2.13 reduces their gradients together."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
-            f"FSDP gathers and reduces the parameters of {unit} together, but it trains parameters of several dtypes "
-            f"({listed}). Bring them to one dtype, freeze those of the other, or name the modules that hold them in "
-            "FSDP(wrap=...).",
+            f"FSDP gathers and reduces the parameters of {unit} together, but its trainable parameters have several "
+            f"dtypes ({listed}). Convert them to one dtype, freeze the parameters of one dtype, or shard the modules "
+            "that hold them separately with FSDP(wrap=...).",
         )
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return for each shard the full parameter that forward gathers, or the tensor itself if it is not a shard."""
+    """Return the full parameter of each shard, with respect to which autograd computes gradients under FSDP.
+
+    A tensor that is not a shard is returned unchanged.
+    """
     gathered = {
         id(one.sharded_param): one._unsharded_param
         for model in models
@@ -428,10 +450,11 @@ def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -
 
 
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the unsharded gradients that units have accumulated and not yet reduced."""
+    """Yield full gradients that a model's units have accumulated and not yet reduced to shards."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.unsharded_accumulated_grad is not None:
+                # FSDP accumulates here if it reduces gradients in another dtype.
                 yield one.unsharded_accumulated_grad
             unsharded = getattr(one, "_unsharded_param", None)
             if unsharded is not None and unsharded.grad is not None:
@@ -439,7 +462,7 @@ def held_gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def discard_held_gradients(model: nn.Module) -> None:
-    """Drop the unsharded gradients that units have accumulated and not yet reduced."""
+    """Drop the full gradients that a model's units have accumulated and not yet reduced to shards."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             one.unsharded_accumulated_grad = None
@@ -447,11 +470,11 @@ def discard_held_gradients(model: nn.Module) -> None:
                 one._unsharded_param.grad = None
 
 
-# loading whole tensors
+# Loading of full tensors
 
 
 def take_shards_on_load(model: nn.Module) -> None:
-    """Make a model's `load_state_dict` accept full tensors, of which each process keeps its shard."""
+    """Make a sharded model's `load_state_dict` accept full tensors, of which each process loads its shard."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
@@ -462,10 +485,11 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
     for name, parameter in parameters.items():
         given = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(given, Tensor) and given.shape == parameter.shape:
+            # A view is enough, since `load_state_dict` copies the values.
             state[prefix + name] = shard_like(given, parameter, copy=False)
 
 
-# copies
+# Copies of sharded modules
 
 
 def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -474,11 +498,12 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a sharded module that is sharded in the same way."""
+    """Return a deep copy of a sharded module, sharded in the same way. Each process copies its own shards."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
     for one in before:
+        # In the memo of `deepcopy`, so that the copy gets parameters without memory, to be sharded below.
         whole = torch.empty(one.sharded_param.shape, dtype=one.sharded_param.dtype, device="meta")
         memo[id(one.sharded_param)] = nn.Parameter(whole, requires_grad=one.sharded_param.requires_grad)
     twin = _copy_unsharded(module, own_class, memo)
@@ -501,22 +526,22 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """Replacement for `__deepcopy__` of a module that is sharded as part of an outer unit."""
+    """Replacement for the `__deepcopy__` of a user's module that FSDP shards as a part of a wrapper around it."""
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        if id(self.outer) in memo:  # which is being copied, and shards what is inside of it
+        if id(self.outer) in memo:  # the copy of the outer module will shard this one, too
             return _copy_unsharded(self.module, type(self.module), memo)
         return copy_sharded(self.module, self.outer, type(self.module), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # what is pickled is not sharded any more
+        return type(None), ()  # a pickled module is not sharded
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes without those that sharding added."""
+    # What sharding has added belongs to the original module. Sharding the copy adds it again.
     found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
     state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
     for key in (STATE_KEY, REGISTRY_KEY, UNIT_SHARDING, _UNITS, "__deepcopy__"):
@@ -530,8 +555,8 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Return True if sharding added the hook."""
-    function = getattr(hook, "hook", hook)  # torch wraps some
+    # A hook that `fully_shard` or `shard_unit` has registered, not the user.
+    function = getattr(hook, "hook", hook)  # torch wraps some hooks in an object
     function = getattr(function, "__func__", function)
     return getattr(function, "__module__", "").startswith("torch.distributed.fsdp") or function in (
         _allocate_outside_inference,
@@ -540,22 +565,23 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Set the number of units that each unit gathers ahead in forward and backward."""
+    """Set how many units each unit gathers in advance, in forward and in backward. 0 keeps torch's default."""
     for index, unit in enumerate(units):
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
         if backward:
+            # Backward runs through the units in reverse order.
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
 
 
-# Looking at whole parameters for a while
+# Full parameters in a context
 
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
-    """Replace a model's shards with full-precision full tensors in a context. A collective call.
+    """Return a context in which a model holds full parameters in place of shards. A collective call.
 
-    The model cannot run a forward pass within the context.
+    With `writeback`, changes are copied to the shards on exit. The model cannot run a forward pass within the context.
     """
     slots = [slot for slot in slots_of(model) if isinstance(slot.parameter, DTensor)]
     whole: dict[int, nn.Parameter] = {}

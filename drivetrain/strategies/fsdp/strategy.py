@@ -36,7 +36,7 @@ from drivetrain.strategies.fsdp.sharded_state import ShardedState
 from drivetrain.strategies.fsdp.sharding import ReplacedParameters, refuse_for_shards, slots_of
 from drivetrain.strategies.precision import Precision
 
-# Clipping gradients that may be plain tensors and shards over several meshes at once
+# Clipping of gradients that are plain tensors, or shards over several meshes
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients, taken as one vector over all shards. A collective call."""
+    """Return the norm of all gradients as one vector, including shards on other processes. A collective call."""
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -70,17 +70,21 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
 
 @torch.no_grad()
 def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
-    """Scale gradients with norm `total` down to `max_norm`. Smaller gradients stay unchanged."""
+    """Scale gradients in place so that their total norm, given as `total`, is at most `max_norm`."""
     if not gradients or math.isinf(max_norm):
         return
     scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return a gradient's mesh with its sharded dimensions, or None if it is not sharded, and its local tensor."""
+    """Return how a gradient is sharded, and this process's local tensor of the gradient.
+
+    How it is sharded is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
+    """
     if not isinstance(gradient, DTensor):
         return None, gradient
     if any(isinstance(placement, Partial) for placement in gradient.placements):
+        # A partial gradient must be summed over processes before its norm is computed.
         whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
         gradient = gradient.redistribute(placements=whole)
     split = tuple(i for i, p in enumerate(gradient.placements) if not isinstance(p, Replicate))
@@ -88,7 +92,10 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over the gradients of a group and its shards, or the largest |g| if p is infinity."""
+    """Return the sum of |g|^p over gradients that are sharded alike, or the largest |g| if p is infinite.
+
+    `group` is the mesh and its sharded dimensions. A collective call if it is not None.
+    """
     held = [each for each in locals_ if each.numel()]
     device = locals_[0].device
     # Every process must choose the same dtype for the all-reduce, even without elements of its own.
@@ -101,7 +108,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
     if group is None:
         return power
     mesh, split = group
-    if power.device.type != mesh.device_type:  # offloaded shards: the mesh talks on its own device
+    if power.device.type != mesh.device_type:  # shards are offloaded, but the mesh communicates on its own device
         power = power.to(mesh.device_type)
     for dimension in split:
         if mesh.size(dimension) > 1:
@@ -110,11 +117,11 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
     return power
 
 
-# The gradients of sharded models
+# Gradients of sharded models
 
 
 class ShardedGradients(Gradients):
-    """Gradients that FSDP reduce-scatters to each process's shards during backward."""
+    """Gradient operations of `FSDP`, which leaves each process with its own shard of each gradient."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
@@ -164,7 +171,7 @@ class ShardedGradients(Gradients):
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:
-    """Return True if a parameter is sharded over data-parallel processes, False for tensor parallelism alone."""
+    # Tensor parallelism alone gives DTensors, too, but does not shard over the data-parallel processes.
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",)
 
 
@@ -184,17 +191,17 @@ def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | No
 
 
 class Placer(Protocol):
-    """Protocol of objects that shard models or place them on devices."""
+    """Protocol of objects that prepare the models of an FSDP strategy, by sharding or moving them."""
 
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Mapping from each placed model to the object that averages the gradients of its unsharded parameters."""
+        """Objects that average the gradients of unsharded parameters, by the model that holds the parameters."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for constructing a model."""
+        """Return a context manager for constructing a model, for example without parameter values."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model or move it to the device, and return it."""
+        """Shard a model or move it to the device, and return the model to call."""
 
 
 class FSDP(Strategy):
@@ -292,7 +299,9 @@ class FSDP(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> FSDP:
-        """Create an FSDP strategy from an `fsdp_config` of version 1 or 2.
+        """Create an FSDP strategy from the options in the `fsdp_config` section of a launcher's YAML file.
+
+        Files of version 1 and of version 2 are supported.
 
         Args:
             config: The options by key, with or without the prefix `fsdp_`, as in a launcher's YAML file.
@@ -314,10 +323,10 @@ class FSDP(Strategy):
         topology = Topology.data_parallel(state)
         mesh = ShardMesh(topology, self.options.replicate_size)
         self.assemble(topology, ModelSharder(self.options, topology, self.unwrap, mesh))
-        state.before_leaving(mesh.leave)  # the group that a world of one made for it
+        state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Set the strategy's topology, and create its objects for gradients and state.
+        """Set the topology and the object that shards models, and create the objects for gradients and state.
 
         Args:
             topology: The position of this process in the run.
@@ -348,6 +357,7 @@ class FSDP(Strategy):
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
+        # Buffers such as running means differ between processes, and all evaluate with those of rank 0.
         if stage == "evaluate" and self.topology.environment.is_distributed:
             broadcast(list(self.unwrap(model).buffers()))
         return model
@@ -367,6 +377,7 @@ class FSDP(Strategy):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        # Autograd sees the gathered parameters, not the shards that the optimizers and the user hold.
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = sharding.gathered_parameters(self._prepared, kwargs["inputs"])
         try:
@@ -387,6 +398,6 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the largest value of a scalar over all processes. Call it on all of them."""
+    """Return the largest value of a scalar tensor over all processes. A collective call."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest

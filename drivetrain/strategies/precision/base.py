@@ -14,7 +14,7 @@ from drivetrain.runtime.devices import DeviceKind
 
 
 class Precision:
-    """Full float32 precision, and base class of all other precisions.
+    """Base class for numeric precisions. The class itself is plain float32, without autocast or loss scaling.
 
     A precision sets dtypes and loss scaling. The strategy places tensors on devices.
 
@@ -31,7 +31,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Set up the precision for a kind of device.
+        """Set up the precision for a kind of device, and raise if the device does not support the precision.
 
         Args:
             kind: The kind of device.
@@ -56,15 +56,15 @@ class Precision:
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters have the precision's dtype."""
+        """Return a context in which new parameters are created with the precision's dtype."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context that surrounds each forward pass."""
+        """Return the context in which each forward pass runs, such as `torch.autocast`."""
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return an autocast context for computations outside a model. Disabled for precisions without autocast.
+        """Return an autocast context for computations outside the model. It is disabled if the precision has none.
 
         Args:
             kind: The kind of device.
@@ -78,13 +78,15 @@ class Precision:
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Keep the loss scale constant while `holds()` returns True.
+        """Keep the loss scale constant as long as the function `holds` returns True.
 
         Accumulated gradients were computed with the current scale, so it must not change before their optimizer step.
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make all processes agree on gradient overflow, because each process holds only a part of the gradients.
+        """Make all processes skip an optimizer step if gradients overflow on any process.
+
+        Used for sharded gradients, of which each process holds and checks only a part.
 
         Args:
             largest: Function that returns the maximum of a scalar tensor over all processes.
@@ -94,7 +96,7 @@ class Precision:
         """Divide an optimizer's gradients by the loss scale, before clipping."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step an optimizer.
+        """Step an optimizer. Return False if the step was skipped because a gradient overflowed.
 
         Args:
             optimizer: The optimizer.
@@ -110,7 +112,7 @@ class Precision:
         return True
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Raise if an optimizer holds parameters that this precision cannot train.
+        """Raise if an optimizer holds parameters that this precision cannot train, such as float16 weights.
 
         Args:
             optimizer: The prepared optimizer.
@@ -121,7 +123,7 @@ class Precision:
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepare an optimizer for this precision before its first step.
+        """Prepare an optimizer for this precision before its first step, and return the optimizer to step.
 
         Args:
             optimizer: The user's optimizer.
@@ -132,18 +134,18 @@ class Precision:
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints, such as the loss scale."""
+        """Return the precision's state for a checkpoint, such as the current loss scale."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned."""
+        """Restore the precision's state from a checkpoint, as returned by `state_dict`."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 def overrides(precision: Precision, method: str) -> bool:
-    """Return True if a precision's class overrides a method of `Precision`."""
+    """Return True if a precision's class defines a method itself instead of inheriting the method of `Precision`."""
     return getattr(type(precision), method) is not getattr(Precision, method)
 
 
@@ -151,7 +153,7 @@ def overrides(precision: Precision, method: str) -> bool:
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """`GradScaler` for sharded gradients, with which all processes skip a step if any process finds an overflow.
+    """`GradScaler` for sharded gradients. All processes skip an optimizer step if any of them finds an overflow.
 
     Torch's `GradScaler` checks one process's gradients, and cannot handle plain tensors and DTensors together.
     """
@@ -179,6 +181,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
             for (device, _), gradients in groups.items():
                 flag = flags.setdefault(device, torch.zeros_like(found_inf, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inv_scale.to(device))
+            # Every process gets here, even without gradients of its own, because `largest` is a collective call.
             overall = torch.stack([flag.to(found_inf.device) for flag in flags.values()]).max()
             overall = self._largest(overall.reshape(1)).reshape(())
         return {device: overall.to(device).reshape(flag.shape) for device, flag in flags.items()}

@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.true import refuse_without_bf16
 
 
 class MixedPrecision(Precision):
-    """Base class for precisions with forward passes under autocast, and parameters and gradients in float32.
+    """Base class for mixed precision: float32 parameters and gradients, and forward passes under autocast.
 
     Args:
         cache_enabled: Cache the cast copies of weights within one forward pass.
@@ -47,7 +47,7 @@ class MixedPrecision(Precision):
 
 
 class BFloat16Mixed(MixedPrecision):
-    """Autocast to bfloat16, which has the range of float32 and needs no loss scaling."""
+    """Mixed precision with autocast to bfloat16, which has the range of float32 and needs no loss scaling."""
 
     name = "bf16"
     aliases = ("bf16-mixed",)
@@ -59,7 +59,7 @@ class BFloat16Mixed(MixedPrecision):
 
 
 class Float16Mixed(MixedPrecision):
-    """Autocast to float16 with a dynamic loss scale (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
+    """Mixed precision in float16 with a loss scale (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
 
     A step with overflowing gradients is skipped, and the loss scale is multiplied by `backoff_factor`. The scale is
     updated before the next loss is scaled, after all optimizers have stepped.
@@ -96,10 +96,12 @@ class Float16Mixed(MixedPrecision):
         }
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler("cpu", **self._options)  # type: ignore[arg-type]
         self._held: Callable[[], bool] = _never
-        self._stepped: dict[int, bool] = {}  # optimizers that stepped since the scale was updated, and whether really
+        # Optimizers since the last update of the scale, and whether they were really stepped.
+        self._stepped: dict[int, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the state of a run, such as the current loss scale."""
+        # Pickled for other processes and runs, which must not start with the loss scale of this one.
         fresh = torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
         return {**self.__dict__, "scaler": fresh, "_held": _never, "_stepped": {}}
 
@@ -118,9 +120,9 @@ class Float16Mixed(MixedPrecision):
         ]
         if found:
             raise ConfigurationError(
-                "precision='fp16' scales the loss, and gradients of float16 weights cannot be unscaled; but these are "
-                f"float16 and trained: {some_of(found)}. Keep trained weights in float32 (model.float(), or for PEFT's "
-                "adapters autocast_adapter_dtype=True); frozen ones may be float16. Or use 'bf16', or 'fp16-true'.",
+                "precision='fp16' scales the loss and cannot train float16 weights, but these trainable weights are "
+                f"float16: {some_of(found)}. Convert them to float32 (model.float(), or autocast_adapter_dtype=True "
+                "for PEFT adapters), or use 'bf16' or 'fp16-true'. Frozen weights may be float16.",
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -137,6 +139,7 @@ class Float16Mixed(MixedPrecision):
         if isinstance(self.scaler, AgreeingGradScaler):
             return
         state = self.scaler.state_dict()
+        # The new scaler continues with the state of the old one, which may come from a checkpoint.
         self.scaler = AgreeingGradScaler(self._device_type, largest, self._options)
         if state:
             self.scaler.load_state_dict(state)
@@ -145,22 +148,22 @@ class Float16Mixed(MixedPrecision):
         if not self.scaler.is_enabled():
             return
         state = self.scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"].value == 0:  # READY: neither unscaled nor stepped yet
+        if state["stage"].value == 0:  # READY: neither unscaled nor stepped
             try:
                 self.scaler.unscale_(optimizer)
             except ValueError:
-                self.check_trained(optimizer, {})  # unfrozen, or added, since it was prepared
+                self.check_trained(optimizer, {})  # parameters may have been unfrozen or added since `prepare`
                 raise
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
             raise ConfigurationError(
-                "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
-                "Use 'bf16' or '32', or an optimizer that takes no closure.",
+                "precision='fp16' scales the loss, so it does not support optimizers that call a closure. Use 'bf16' "
+                "or '32', or another optimizer.",
             )
         agrees = isinstance(self.scaler, AgreeingGradScaler) and self.scaler._scale is not None
         if not agrees and not _has_gradients(optimizer):
-            optimizer.step()  # nothing to check for overflow, which the scaler would take for a mistake
+            optimizer.step()  # the scaler would raise if there are no gradients to check for overflow
             return True
         if id(optimizer) in self._stepped:
             self._update()
@@ -177,7 +180,7 @@ class Float16Mixed(MixedPrecision):
         return self._stepped[id(optimizer)]
 
     def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A fused optimizer is called also on overflow and skips by itself: `found_inf` is then set.
+        # A fused optimizer is called even on overflow, with `found_inf` set, and skips the step itself.
         found = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = found is None or not bool(found)
 

@@ -28,7 +28,7 @@ def register_precision(precision: type[Precision], *, replace: bool = False) -> 
     taken = [name for name in names if name in _PRECISIONS]
     if taken and not replace:
         raise ConfigurationError(
-            f"A precision named {taken[0]!r} is registered already; give {precision.__name__} another `name`, or pass "
+            f"A precision named {taken[0]!r} is already registered. Give {precision.__name__} another `name`, or pass "
             "replace=True to replace it.",
         )
     _PRECISIONS.update(dict.fromkeys(names, precision))

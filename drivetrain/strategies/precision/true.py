@@ -16,10 +16,11 @@ from drivetrain.strategies.precision.base import Precision
 
 
 class TruePrecision(Precision):
-    """Base class for precisions in which parameters, activations, gradients and batches have one dtype."""
+    """Base class for precisions with one dtype for parameters, activations, gradients and batches."""
 
     dtype: ClassVar[torch.dtype]
-    complex_dtype: ClassVar[torch.dtype | None] = None  # None: as they are, since torch computes in complex64 at least
+    # None leaves complex tensors unchanged: torch computes at least in complex64.
+    complex_dtype: ClassVar[torch.dtype | None] = None
 
     def __init__(self) -> None:
         self.param_dtype = self.dtype
@@ -45,7 +46,7 @@ class TruePrecision(Precision):
 
 
 class Double(TruePrecision):
-    """float64 for parameters, activations and gradients."""
+    """Precision with parameters, activations and gradients in float64."""
 
     name = "64"
     aliases = ("64-true", "fp64", "double")
@@ -55,12 +56,12 @@ class Double(TruePrecision):
     def setup(self, kind: DeviceKind) -> None:
         if kind.name == "mps":
             raise ConfigurationError(
-                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU."
+                "precision='64' is not supported on mps devices, which have no 64-bit floats. Use '32' or the CPU."
             )
 
 
 class BFloat16True(TruePrecision):
-    """bfloat16 for parameters, activations and gradients, without loss scaling."""
+    """Precision with parameters, activations and gradients in bfloat16, without loss scaling."""
 
     name = "bf16-true"
     dtype = torch.bfloat16
@@ -70,7 +71,7 @@ class BFloat16True(TruePrecision):
 
 
 class Float16True(TruePrecision):
-    """float16 for parameters, activations and gradients, without loss scaling.
+    """Precision with parameters, activations and gradients in float16, without loss scaling.
 
     Suited to inference, and to training if gradients stay within float16's range.
     """
@@ -81,7 +82,7 @@ class Float16True(TruePrecision):
 
 
 def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
-    """Raise a `ConfigurationError` if a device does not support bfloat16."""
+    """Raise a `ConfigurationError` if a kind of device does not support the precision's bfloat16 arithmetic."""
     if not kind.supports_bf16():
         raise ConfigurationError(
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "

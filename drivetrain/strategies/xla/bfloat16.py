@@ -19,19 +19,22 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Option and environment variable with which torch_xla rounds floats to bfloat16; both None for no rounding."""
+    """Option with which a user lets XLA round floats to bfloat16, and the environment variable that enables it.
+
+    Both are None without rounding.
+    """
 
     option: str | None = None
     variable: str | None = None
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Build the rounding from the options `downcast_bf16` and `use_bf16`.
+        """Return the rounding that the user's options `downcast_bf16` and `use_bf16` select.
 
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """
         if downcast and use:
-            raise ConfigurationError("downcast_bf16=True keeps 64-bit floats apart, use_bf16=True does not. Give one.")
+            raise ConfigurationError("downcast_bf16=True and use_bf16=True cannot be combined. Use only one.")
         if use:
             return cls("use_bf16=True", "XLA_USE_BF16")
         if downcast is None:
@@ -39,7 +42,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set the environment variable of the rounding.
+        """Set the environment variable that makes torch_xla round floats to bfloat16.
 
         Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """
@@ -47,24 +50,24 @@ class Rounding:
             return
         if xla.is_started():
             raise ConfigurationError(
-                f"{self.option} must be known before this process first uses XLA, which it has done already. Set "
-                f"{self.variable}=1 before it starts.",
+                f"{self.option} must be set before this process first uses XLA, which it has already done. Set "
+                f"{self.variable}=1 before the process starts.",
             )
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise `ConfigurationError` unless the precision is `"bf16"`, and warn if torch_xla ignores the variable."""
+        """Raise unless the run's precision is `"bf16"`, and warn if torch_xla does not round floats as configured."""
         if self.variable is None:
             return
         if precision != "bf16":
             raise ConfigurationError(
-                f"{self.option} is a way to compute in bfloat16, but the precision is {precision!r}. Give "
-                "precision='bf16' with it, or leave it out.",
+                f"{self.option} computes in bfloat16, but the precision is {precision!r}. Use precision='bf16' with "
+                "it, or remove it.",
             )
         # 1 + 2^-12 needs more than the 8 bits of bfloat16's significand, so it becomes 1.0 if XLA rounds.
         value = torch.tensor([1.0 + 2.0**-12], device=xla.device()).cpu()
         if value.item() != 1.0:
             logger.warning(
-                f"This version of torch_xla does not read {self.variable}, so {self.option} has no effect: the "
-                "forward runs under autocast to bfloat16, and parameters stay in 32 bits."
+                f"This version of torch_xla does not read {self.variable}, so {self.option} has no effect. The "
+                "forward pass runs under autocast to bfloat16, and parameters stay in float32."
             )

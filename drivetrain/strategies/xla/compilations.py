@@ -23,7 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counter of the graphs that XLA compiles in optimizer steps and in evaluation batches.
+    """Counter of the graphs that XLA compiles in training and evaluation, which warns if XLA keeps recompiling.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -44,7 +44,7 @@ class Compilations:
 
     @property
     def total(self) -> int:
-        """Number of graphs that this process has compiled."""
+        """Number of graphs that XLA has compiled in this process since its start."""
         return int(self._metrics.counter_value("UncachedCompile") or 0)
 
     @property
@@ -54,17 +54,17 @@ class Compilations:
 
     @property
     def seconds(self) -> float:
-        """Seconds that this process has spent compiling graphs."""
+        """Total time in seconds that this process has spent on compiling graphs."""
         data = self._metrics.metric_data("CompileTime")
         # torch_xla returns (count, total in nanoseconds, samples).
         return data[1] / 1e9 if data else 0.0
 
     def record_batch(self, batch: Any) -> None:
-        """Store the shapes of a batch's tensors, for the warning about recompilations."""
+        """Store the shapes of a batch's tensors, so that a warning about recompilation can name changed shapes."""
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step, and warn if XLA compiled graphs in several of the last steps."""
+        """Count an optimizer step, and warn if XLA compiled a graph in several of the last steps."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)
@@ -78,26 +78,27 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Record a batch without an optimizer step, as in evaluation. Warn if each recent batch compiled a graph."""
+        """Count a batch without an optimizer step, as in evaluation. Warn if all recent batches compiled a graph."""
         if self._stepped:
             self._stepped = False
+            # The step has counted its own compilations.
             self._between.seen = self.total
             return
         self._between.note(self.total, self._batch)
         if sum(self._between.recent) == _WINDOW:
-            self._warn(f"the last {_WINDOW} batches that no step followed", self._between)
+            self._warn(f"the last {_WINDOW} batches without an optimizer step", self._between)
             self._between.recent.clear()
 
     def _warn(self, where: str, watched: _Watched) -> None:
         seconds = self.seconds - self._began
         logger.warning(
-            f"XLA compiled a graph in {where} ({self.count} compilations, {seconds:.1f} s in all). "
+            f"XLA compiled a graph in {where} ({self.count} compilations, {seconds:.1f} s in total). "
             f"{describe_change([*watched.shapes])}"
         )
 
 
 class _Watched:
-    """History of the last few graphs: if XLA compiled each of them, and the shapes of their batches."""
+    """Record of the last few graphs: whether XLA compiled each of them, and the shapes in each batch."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -105,7 +106,7 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Record one graph. Returns True if XLA compiled anything since the previous graph."""
+        """Record a graph and its batch's shapes. Return True if XLA has compiled graphs since the last record."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)
@@ -113,7 +114,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """Return pairs of a tensor's path in the batch, such as `batch['x']`, and its shape."""
+    """Return the path, such as `batch['x']`, and the shape of each tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):
@@ -124,7 +125,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return a text that names the tensors whose shapes differed between batches, with advice to the user."""
+    """Return advice for a user whose batches make XLA recompile, with the tensors whose shapes have varied."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:
@@ -134,12 +135,12 @@ def describe_change(seen: list[Shapes]) -> str:
     changed = {name: shapes for name, shapes in by_name.items() if len(shapes) > 1}
     if not changed:
         return (
-            "The shapes of the batches did not change. Look for an output shape that depends on values (boolean masks, "
-            "nonzero, unique), for Python numbers that the forward takes from data or counts itself, and for .item() "
-            "within a step."
+            "The shapes of the batches did not change. Check the model for output shapes that depend on values "
+            "(boolean masks, nonzero, unique), for Python numbers that forward takes from data or counts itself, and "
+            "for .item() within a step."
         )
     listed = "; ".join(
         f"{name} had the shapes {', '.join(map(str, shapes[:_SHOWN]))}{' and others' if len(shapes) > _SHOWN else ''}"
         for name, shapes in changed.items()
     )
-    return f"{listed}. Pad to one length, or to a few, in the collate function, and use drop_last=True in training."
+    return f"{listed}. Pad batches to one length or to a few in the collate function. Use drop_last=True in training."

@@ -34,16 +34,17 @@ from drivetrain.strategies.wrapping import units_of
 from drivetrain.strategies.xla.bfloat16 import Rounding
 from drivetrain.strategies.xla.compilations import Compilations
 
-# Gradients on XLA devices: their norm, and among several processes their average by one collective
+# Gradients on XLA devices
 
 
 class XLAGradients(Gradients):
-    """Gradients on XLA devices. XLA itself reduces over the devices of one process."""
+    """Gradient operations on XLA devices, where XLA itself reduces gradients over the devices of one process."""
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the total norm of gradients, computed at least in float32. Returns the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping.
 
-        XLA sums squares in the gradients' dtype. In bfloat16, the norm of a small model was 5 % too low.
+        The norm is computed at least in float32. XLA sums squares in the gradients' dtype. In bfloat16, the norm of a
+        small model was 5 % too low.
         """
         given = list(parameters)
         gradients = [p.grad if p.grad.itemsize > 2 else p.grad.float() for p in given if p.grad is not None]
@@ -53,21 +54,20 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradients that are averaged over processes directly after the backward that completes them.
+    """Gradient operations for several XLA processes, which average gradients at the end of each backward pass.
 
     XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
     averaged gradients, so several backwards of a step may each do it.
     """
 
     def __init__(self, processes: int) -> None:
-        # In the order in which they were prepared, which is the same on all processes: a set has none.
+        # A dict, because a set has no order and all processes must reduce in the same order.
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._processes = processes
         self._held = False
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context manager in which gradients are not averaged."""
         before, self._held = self._held, True
         try:
             yield
@@ -75,20 +75,21 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Average the gradients of a model's parameters from now on."""
+        """Include a model in all later averages of gradients over the processes."""
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models, unless a later backward will do so."""
+        """Average the gradients of all prepared models over the processes, except in a context of `no_sync`."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
         if gradients:
             functions = importlib.import_module("torch_xla.core.xla_model")
+            # In place, as a part of the graph that is being recorded.
             functions.all_reduce(functions.REDUCE_SUM, gradients, scale=1.0 / self._processes)
 
 
-# `DeviceMesh`: the devices of one process as a grid, and which dimension of a tensor is sharded over which axis
+# `DeviceMesh`: the devices of one process as a grid, whose axes shard the dimensions of tensors
 
 
 DATA, SHARD, TENSOR = "data", "fsdp", "tensor"
@@ -104,7 +105,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Number of devices along each axis of the device mesh."""
+    """Numbers of devices along the three axes of a device mesh: model replicas, parameter shards, and split layers."""
 
     data: int = REST
     shard: int = 1
@@ -115,15 +116,15 @@ class MeshShape:
             if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != REST):
                 raise ConfigurationError(f"The size of {name} must be a whole number of at least 1, got {value!r}.")
         if [*vars(self).values()].count(REST) > 1:
-            raise ConfigurationError(f"Only one size can be {REST}, all devices that are left; got {self}.")
+            raise ConfigurationError(f"Only one size can be {REST} (all remaining devices), got {self}.")
 
     @property
     def size(self) -> int:
-        """The total number of devices."""
+        """Total number of devices in the mesh."""
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """Return the shape with its open size (-1) computed from the number of devices."""
+        """Return the mesh shape with a size of -1 replaced by the number of devices that the other sizes leave."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -136,12 +137,12 @@ class MeshShape:
         divisors = [number for number in range(1, devices + 1) if devices % number == 0]
         raise ConfigurationError(
             f"data={self.data}, shard={self.shard} and tensor={self.tensor} do not multiply to the {devices} XLA "
-            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}; {REST} takes what is left.",
+            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}. {REST} means all others.",
         )
 
 
 class DeviceMesh:
-    """Device mesh over all devices of this process."""
+    """All XLA devices of this process as a mesh, with methods that shard tensors over its axes."""
 
     def __init__(self, shape: MeshShape) -> None:
         self.shape = shape
@@ -149,71 +150,75 @@ class DeviceMesh:
 
     @cached_property
     def mesh(self) -> Any:
-        """The mesh object of torch_xla."""
+        """torch_xla's mesh object for these devices, created on first use."""
         shape = self.shape
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Shard a tensor over the devices in place. A tensor that is already sharded is not changed."""
+        """Shard a tensor over the mesh axes in `spec`, in place. A tensor that is already sharded is not changed."""
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Shard a parameter in place, replacing any earlier sharding."""
+        """Shard a parameter over the mesh axes in `spec`, in place. Replaces an earlier sharding."""
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
         else:
             self.shard(parameter, spec)
-        setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
+        setattr(parameter, _SPEC, spec)  # not in a weak dict, since weak references keep parameters from being moved
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
-        """Shard a tensor's first dimension over the devices that split the batch."""
+        """Shard a tensor's first dimension, in place, over all devices that process different samples."""
         if tensor.dim() and self.shape.data * self.shape.shard > 1:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Shard a tensor like a parameter of the same shape that `shard_parameter` sharded."""
+        """Shard a tensor, such as optimizer state, in place like a parameter of the same shape."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if devices hold different parts of a tensor."""
+        """Return True if a tensor is sharded, so that devices hold different parts of its values."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return XLA's description of a tensor's sharding, or an empty string."""
+        """Return XLA's textual description of how a tensor is sharded, which is empty if it is not."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Return how to shard a parameter: along its largest divisible dimension, or else its largest dimension."""
+    """Choose the dimension along which to shard a parameter, and return the mesh axis of each dimension.
+
+    The largest dimension that the number of devices divides is chosen, or else the largest. `taken` contains axes that
+    are already assigned, for example by tensor parallelism.
+    """
     spec = list(taken or [None] * len(shape))
     free = [dim for dim, axis in enumerate(spec) if axis is None]
     if devices == 1 or not free:
         return tuple(spec)
+    # An uneven dimension is padded by XLA, so it is the second choice.
     best = max(free, key=lambda dim: (shape[dim] % devices == 0, shape[dim]))
     if shape[best] >= devices:
         spec[best] = SHARD
     return tuple(spec)
 
 
-# How batches come onto XLA devices: sharded over them, and with the graph of the batch before launched
+# Transfer of batches to XLA devices
 
 
 class XLABatches(BatchPlacement):
-    """Batch placement that launches the recorded graph of a batch before the next batch is read."""
+    """Transfer of batches to XLA devices, which first launches the graph recorded for the previous batch."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
         self._compilations, self._mesh = compilations, mesh
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a placement function: launch the previous batch's graph, move the batch, and shard its rows."""
         mesh, compilations = self._mesh, self._compilations
 
         def shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,6 +227,7 @@ class XLABatches(BatchPlacement):
             return tensor
 
         def place_and_shard(batch: Any) -> Any:
+            # Launched before the transfer, so that the devices compute while the host moves the next batch.
             self.finish()
             placed = place(batch)
             compilations.record_batch(placed)
@@ -230,16 +236,15 @@ class XLABatches(BatchPlacement):
         return place_and_shard
 
     def finish(self) -> None:
-        """Launch the graph of the last batch."""
         xla.sync()
         self._compilations.end_batch()
 
 
-# Copies of tensors that are spread over devices, part by part
+# Copies of sharded tensors on the CPU
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a full tensor to the CPU, assembled from the parts on the devices.
+    """Return a full copy of a tensor on the CPU, assembled from its parts on the XLA devices.
 
     `Tensor.cpu()` compiles and runs a program that gathers a sharded tensor on each device at every call (torch_xla
     2.9). This function transfers each part and compiles nothing.
@@ -251,17 +256,17 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for part in sharded(tensor).local_shards:
         if part.replica_id == 0:
-            # What is beyond the tensor's end is padding, which makes all parts of one size.
+            # Parts have equal sizes, so the last ones may contain padding.
             own = tuple(slice(0, place.stop - place.start) for place in part.indices)
             whole[tuple(part.indices)] = part.data[own]
     return whole
 
 
-# The state of models on XLA devices: whole tensors on the CPU
+# State of models on XLA devices, as full tensors on the CPU
 
 
 class XLAState(ModelState):
-    """State of a model and its optimizers, read from the devices as full tensors."""
+    """Saving and loading of the state of models on XLA devices, as full tensors on the CPU."""
 
     held_as = "parts"
 
@@ -270,7 +275,6 @@ class XLAState(ModelState):
         self._place_like = place_like
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return parameters and buffers on the CPU."""
         xla.sync()
         if full and self.strategy.topology.rank != 0:
             return {}
@@ -279,30 +283,28 @@ class XLAState(ModelState):
         return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)} if full else held
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state on the CPU."""
         xla.sync()
         state = super().optimizer(model, optimizer)
         return {**state, "state": recursively_apply(to_host, state["state"])}
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a state dict, and transfer the values before the next step is recorded."""
         known = self.strategy.unwrap(model).state_dict(keep_vars=True)
         spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
+        # The sync below keeps the transfer out of the next step's graph.
         result = super().load_model(model, spread, strict)
         xla.sync()
         return result
 
     def _spread(self, value: Any, parameter: Any) -> Any:
-        """Place a saved value on the devices like its parameter. `copy_` would send all of it to each device."""
         tensors = isinstance(value, torch.Tensor) and isinstance(parameter, nn.Parameter)
         if not tensors or parameter.device.type != "xla" or value.shape != parameter.shape:
             return value
+        # `copy_` would send the full value to each device.
         moved = value.detach().to(parameter.device, parameter.dtype)
         self._place_like(moved, parameter)
         return moved
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load an optimizer's state, and shard it like the parameters."""
         super().load_optimizer(model, optimizer, state)
         for parameter, held in optimizer.state.items():
             for value in held.values():
@@ -311,14 +313,17 @@ class XLAState(ModelState):
         xla.sync()
 
 
-# Tensor parallelism on a mesh of XLA devices: a plan of module names as sharded dimensions of parameters
+# Tensor parallelism on XLA devices
 
 
 Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return how to shard the parameters named in a tensor-parallel plan. XLA splits the computation accordingly."""
+    """Return the mesh axes of the parameters that a tensor-parallel plan names, by parameter name.
+
+    XLA derives from them how to split the computation.
+    """
     if devices == 1 or plan is None:
         return {}
     from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model
@@ -336,9 +341,9 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
         kinds = [pair for pair in dimensions if type(match.style) is pair[0] and isinstance(match.module, pair[1])]
         if not kinds:
             raise ConfigurationError(
-                f"tp_plan gives {match.name!r}, a {type(match.module).__name__}, the style "
-                f"{type(match.style).__name__}. On XLA devices nn.Linear and nn.Embedding take Colwise() or Rowwise(); "
-                "XLA finds out by itself how the rest is computed, so leave it out.",
+                f"tp_plan assigns the style {type(match.style).__name__} to {match.name!r}, a "
+                f"{type(match.module).__name__}. On XLA devices, only nn.Linear and nn.Embedding take a style: "
+                "Colwise() or Rowwise(). Remove the other modules, since XLA decides how to compute them.",
                 see="parallel.md",
             )
         dimension = dimensions[kinds[0]]
@@ -349,7 +354,7 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
 
 
 class XLA(Strategy, PlacesBatches):
-    """Strategy for XLA devices such as TPUs. Each step is recorded, compiled once, and launched as one graph.
+    """Strategy for XLA devices such as TPUs, where each step is compiled once and then launched as one graph.
 
     One process uses all devices of its machine (SPMD): its batch is the global batch, whose rows are sharded over the
     devices, and XLA inserts the collectives. With several processes, each uses one device.
@@ -386,8 +391,8 @@ class XLA(Strategy, PlacesBatches):
     ) -> None:
         if tp > 1 and tp_plan is None:
             raise ConfigurationError(
-                f'tp={tp} needs to know which layers to split: give tp_plan={{"layers.*.wq": Colwise(), '
-                '"layers.*.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
+                f'tp={tp} needs a plan of the layers to split. Use tp_plan={{"layers.*.wq": Colwise(), "layers.*.wo": '
+                'Rowwise()}, or tp_plan="auto" for a model that contains a plan.',
                 see="parallel.md",
             )
         self._shape = MeshShape(tensor=tp)
@@ -398,13 +403,12 @@ class XLA(Strategy, PlacesBatches):
     # processes and devices
 
     def setup(self, state: PartialState) -> None:
-        """Start this process's XLA runtime before anything else computes."""
         start = getattr(state.kind, "start", None)
         if state.kind.name != "xla" or start is None:
             raise ConfigurationError(
-                f"strategy={self.name!r} needs an XLA device, but this process runs on {state.kind.name!r}. Give "
-                f"Trainer(accelerator='xla') or Accelerator(device='xla'), or set {xla.RUNTIME_VARIABLE} (TPU, or CPU "
-                "to try it out).",
+                f"strategy={self.name!r} needs an XLA device, but this process runs on {state.kind.name!r}. Use "
+                f"Trainer(accelerator='xla') or Accelerator(device='xla'), or set {xla.RUNTIME_VARIABLE} to TPU, or "
+                "to CPU for a test.",
             )
         alone = not state.environment.is_distributed
         self._refuse_isolated_processes(alone)
@@ -412,18 +416,19 @@ class XLA(Strategy, PlacesBatches):
         wants_all = shape.tensor > 1 or shape.shard != 1
         spmd = alone and (xla.device_count() > 1 or wants_all) if self._spmd is None else self._spmd
         self._rounding.apply()
+        # SPMD and the rounding must be chosen before the XLA runtime starts, which its first use does.
         start(spmd)
         super().setup(state)
         if spmd:
             runtime = importlib.import_module("torch_xla.runtime")
             if runtime.process_count() > 1:
                 raise ConfigurationError(
-                    f"One program over the devices of {runtime.process_count()} hosts is not supported yet. Run on "
-                    "one host, or with one process for each device: notebook_launcher, or XLA(spmd=False).",
+                    f"One program for the devices of {runtime.process_count()} hosts is not supported. Run on one "
+                    "host, or start one process for each device with notebook_launcher or XLA(spmd=False).",
                 )
             self._mesh = DeviceMesh(shape.fill(int(runtime.global_runtime_device_count())))
         elif wants_all:
-            raise ConfigurationError(f"{self!r} shards over all devices of one process, which spmd=False forbids.")
+            raise ConfigurationError(f"{self!r} needs all devices of one process. Remove spmd=False.")
         self.compilations = Compilations()
         self.state = XLAState(self, self._place_like)
         self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)
@@ -433,41 +438,40 @@ class XLA(Strategy, PlacesBatches):
             return
         if xla.runs_on_cpu():
             raise ConfigurationError(
-                "XLA on the CPU cannot connect several processes: each would train alone and seem to work. Start one "
-                "process; CPU_NUM_DEVICES=4 gives it four devices.",
+                "XLA on the CPU cannot connect several processes, so each would train its own model. Start one "
+                "process, for example with four devices by CPU_NUM_DEVICES=4.",
             )
         if self._spmd or self._shape.tensor > 1 or self._shape.shard != 1:
             raise ConfigurationError(
-                f"{self!r} shards over all devices of one process, but this is one of several processes, each with a "
-                "device of its own. Start one process on each host: without a number, `drivetrain launch` does.",
+                f"{self!r} shards over all devices of one process, but this run has several processes with one device "
+                "each. Start one process on each host, which is the default of `drivetrain launch`.",
             )
 
     def check(self, options: RunOptions) -> None:
-        """Refuse precisions that XLA does not support, and rounding options that contradict the precision."""
         precision = options.precision.name
         if precision == "fp8":
             raise ConfigurationError(
-                f"precision='fp8' cannot run under strategy={self.name!r}: torch_xla compiles no products of 8-bit "
-                "floats. Use 'bf16', 'bf16-true' or '32'.",
+                f"precision='fp8' is not supported with strategy={self.name!r}, because torch_xla cannot multiply "
+                "float8 matrices. Use 'bf16', 'bf16-true' or '32'.",
                 see="precision.md",
             )
         if precision in ("fp16", "fp16-true"):
             raise ConfigurationError(
-                f"precision={precision!r} cannot run under strategy={self.name!r}: TPUs compute in bfloat16. Use "
-                "'bf16', 'bf16-true' or '32'.",
+                f"precision={precision!r} is not supported with strategy={self.name!r}, because TPUs compute in "
+                "bfloat16. Use 'bf16', 'bf16-true' or '32'.",
                 see="precision.md",
             )
         self._rounding.check(precision)
 
     @property
     def batch_placement(self) -> XLABatches:  # type: ignore[override]
-        """The object that shards batches over the devices."""
+        """Object that moves each batch to the XLA devices, and shards it over them."""
         return XLABatches(self.compilations, self._mesh, self._pads)
 
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Move a model to the devices, replicated or sharded."""
+        """Convert a model, move it to the XLA devices, and shard or replicate its parameters. Return the model."""
         converted = precision.convert(model)
         if not move:
             return converted
@@ -485,7 +489,6 @@ class XLA(Strategy, PlacesBatches):
         return placed
 
     def _spec(self, parameter: nn.Parameter, split: Spec | None) -> Spec:
-        """Return the mesh axis along which each dimension of a parameter is sharded."""
         return split or (None,) * parameter.dim()
 
     def _place_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -495,13 +498,13 @@ class XLA(Strategy, PlacesBatches):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Place a model. With several processes, all start with the weights of rank 0."""
         before = dict(self.unwrap(model).named_parameters())
         placed = self._place(model, precision, move)
         if optimizers is None:
             return placed, []
         keep_optimizers(before, placed, optimizers)
         if isinstance(self.gradients, AveragedGradients):
+            # All processes start with the weights of rank 0.
             importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(placed)
             self.gradients.add(placed)
         return placed, list(optimizers)
@@ -509,7 +512,6 @@ class XLA(Strategy, PlacesBatches):
     # one optimizer step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Record the backward, and with several processes the averaging of gradients."""
         super().backward(loss, **kwargs)
         if isinstance(self.gradients, AveragedGradients):
             self.gradients.average()
@@ -517,9 +519,9 @@ class XLA(Strategy, PlacesBatches):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Record the step and launch the graph. The host does not wait for it."""
         stepped = super().optimizer_step(optimizer, precision, closure)
         xla.sync()
+        # `xla.sync` launches the recorded graph of the step, and does not wait for its results.
         self.compilations.end_step()
         return stepped
 
@@ -529,7 +531,7 @@ class XLA(Strategy, PlacesBatches):
         )
 
 
-# Parameters, gradients and optimizer state sharded over the XLA devices of a process
+# Sharded parameters, gradients and optimizer state
 
 
 class XLAFSDP(XLA):
@@ -562,7 +564,6 @@ class XLAFSDP(XLA):
         self._wrap = wrap
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Shard a model over the devices, and keep its blocks' outputs sharded by rows."""
         placed = super()._place(model, precision, move)
         mesh = self._mesh
         if mesh is None or not move:
@@ -577,6 +578,7 @@ class XLAFSDP(XLA):
             return tensor
 
         barrier = importlib.import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier
+        # Outputs stay sharded by rows between blocks, and backward does not fuse the gradients of two blocks.
         for block in units_of(placed, self._wrap):
             if not hasattr(block, _MARKED):
                 object.__setattr__(block, _MARKED, True)

@@ -20,23 +20,24 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH, INSTANTIATOR, hyper_parameters_given, loaded_subclass
 
-# The package jsonargparse, which is installed on wish
+# The optional package jsonargparse
 
 
 IS_INSTALLED = find_spec("jsonargparse") is not None and find_spec("docstring_parser") is not None
-"""Whether jsonargparse is there, with what it needs to read signatures."""
+"""True if jsonargparse is installed, with the package that it needs to read signatures."""
 
 
 def require_jsonargparse(owner: str) -> None:
     """Raise an error if jsonargparse is not installed."""
     if not IS_INSTALLED:
         raise ConfigurationError(
-            f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".',
+            f'{owner} requires jsonargparse[signatures]. Install it with pip install "drivetrain[cli]".',
         )
 
 
 def is_of_jsonargparse(error: BaseException) -> bool:
-    """Return True if jsonargparse itself raised an error, not code that it called."""
+    """Return True if jsonargparse itself raised the error, rather than code that it called."""
+    # The innermost frame is the one that raised.
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -47,7 +48,7 @@ M = TypeVar("M")
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Create an object from a configuration.
+    """Create an object from a configuration that names its class and constructor arguments.
 
     Args:
         args: The first constructor argument, or a tuple of several, which is not part of the configuration.
@@ -68,12 +69,13 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """
     module, _, name = init["class_path"].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
+    # A generator of parameters is one argument, only a tuple stands for several.
     given = args if isinstance(args, tuple) else (args,)
     return kind(*given, **{**init.get("init_args", {}), **init.get("dict_kwargs", {})})
 
 
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
-    """Create a task or data module from the hyper-parameters that a command line stored in a checkpoint.
+    """Create a task or data module from the hyper-parameters that a command line saved in a checkpoint.
 
     It imports the classes named in the hyper-parameters. It calls only subclasses of `class_type`, and subclasses of
     the annotated type of the constructor argument that receives them.
@@ -93,7 +95,10 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Create an object from the configuration in a checkpoint, with arguments that replace saved ones."""
+    """Create a task or data module from the configuration in its saved hyper-parameters.
+
+    `given` are constructor arguments that replace saved ones.
+    """
     require_jsonargparse("load_from_checkpoint")
     kind = _chosen_class(class_type, saved.get(CLASS_PATH), instantiate)
     config = {**saved, **given}
@@ -101,8 +106,8 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
     types = argument_types(kind)
     if not types.pop("**", None) and (unknown := [name for name in arguments if name not in types]):
         raise ConfigurationError(
-            f"{kind.__name__} cannot be made of its hyper-parameters: its constructor takes no "
-            f"{', '.join(unknown)}; it takes {', '.join(types) or 'no arguments'}.",
+            f"{kind.__name__} cannot be created from its hyper-parameters: its constructor has no argument "
+            f"{', '.join(unknown)}. It has {', '.join(types) or 'no arguments'}.",
         )
     values = {
         name: _made(types.get(name, Any), value, name, instantiate or name in given)
@@ -113,19 +118,21 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the annotated types of a constructor's arguments, with `Any` for missing or unresolvable ones.
+    """Return the annotated type of each constructor argument, or `Any` if it is missing or unresolvable.
 
     If the constructor has `**kwargs`, the arguments of its base constructor and an entry `**` are included.
     """
     found: dict[str, Any] = {}
+    # With `**kwargs`, a constructor passes further arguments to its base class, so that class is read too.
     for base in kind.__mro__:
         init = base.__dict__.get("__init__")
         if init is None or base is object:
             continue
         try:
             hints = typing.get_type_hints(init)
-        except (NameError, TypeError, AttributeError):  # names that only a type checker sees
+        except (NameError, TypeError, AttributeError):  # annotations that only a type checker can resolve
             hints = {}
+        # Without `self`.
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for each in parameters:
             if each.kind is each.VAR_KEYWORD:
@@ -138,14 +145,15 @@ def argument_types(kind: type) -> dict[str, Any]:
 
 
 def names_an_object(value: Any) -> bool:
-    """Return True if a value is, or contains, the description of an object to create."""
+    """Return True if a value is or contains a dict with `class_path`, which describes an object to create."""
     if isinstance(value, Mapping):
         return "class_path" in value or any(map(names_an_object, value.values()))
     return isinstance(value, list | tuple) and any(map(names_an_object, value))
 
 
 def is_plain(hint: Any) -> bool:
-    """Return True if all values of a type are strings and numbers, so that none can name a class."""
+    """Return True if an annotation allows only plain values, such as strings and numbers, but no objects."""
+    # `None` as an annotation means NoneType.
     if hint is None or get_origin(hint) is Literal:
         return True
     arguments = [each for each in get_args(hint) if each is not Ellipsis]
@@ -155,7 +163,7 @@ def is_plain(hint: Any) -> bool:
         return _container(hint) is not None and all(map(is_plain, arguments))
     if not isinstance(hint, type):
         return False
-    # Exact types: a class of somebody's that is derived from `str` would be looked up by the name that the text is.
+    # Exact types only: for a subclass of `str`, the parser would look for a class with the name in the string.
     return hint in _PLAIN or issubclass(hint, Enum | PurePath) or hint.__module__ == "jsonargparse.typing"
 
 
@@ -164,7 +172,7 @@ _UNIONS = (Union, UnionType)
 
 
 def _container(hint: Any) -> Any:
-    """Return the container or union type of a generic type, or None for other generic types."""
+    """Return the container class or `Union` of a generic type, such as `list` for `list[int]`, or None."""
     origin = get_origin(hint)
     if origin in _UNIONS:
         return Union
@@ -173,44 +181,50 @@ def _container(hint: Any) -> Any:
 
 
 def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
-    """Return the class, or the subclass named in a file. Without `instantiate`, it must be imported already."""
+    """Return the class to create: `class_type`, or its subclass with the import path `path`.
+
+    Without `instantiate`, nothing is imported, and a class that is not yet imported raises an error.
+    """
     if path is None:
         return class_type
     if (loaded := loaded_subclass(class_type, str(path))) is not None:
         return loaded
     if not instantiate:
         raise CheckpointError(
-            f"The hyper-parameters name the class {path!r}, which would be imported. If you trust the file, give "
-            "load_from_checkpoint(instantiate=True); else import the class and call its own load_from_checkpoint."
+            f"The checkpoint names the class {path!r}, which is not imported without your consent. If you trust the "
+            "file, use load_from_checkpoint(instantiate=True). Otherwise, import the class and call its own "
+            "load_from_checkpoint."
         )
     found: type[M] = _class_at(path, [class_type], "the task")
     return found
 
 
 def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
-    """Import a class by its path. Raises an error unless it is a subclass of one of the bases."""
+    """Import a class by its path. Raise `CheckpointError` unless it is a subclass of one of the bases."""
     module, _, last = str(path).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: the hyper-parameters name {path!r}, which cannot be imported: {error}. Give {name}= yourself."
+            f"The hyper-parameters name {path!r} for {name}. It cannot be imported: {error}. Pass an object yourself."
         ) from None
+    # Not `issubclass`, which a metaclass of the imported class could override.
     if isinstance(found, type) and any(base in found.__mro__ for base in bases):
         return found
     raise CheckpointError(
-        f"{name}: the hyper-parameters name {path!r}, which is no subclass of "
-        f"{' or '.join(base.__name__ for base in bases)}. It is not called: give {name}= yourself."
+        f"The hyper-parameters name {path!r} for {name}. It is not called, because it is no subclass of "
+        f"{' or '.join(base.__name__ for base in bases)}. Pass an object yourself."
     )
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Create a constructor argument from its value in a configuration."""
+    """Convert a value in a configuration to a constructor argument, and create the objects that it describes."""
+    # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
-            f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class would be imported and "
-            "called. If you trust the file, give load_from_checkpoint(instantiate=True); else give the argument "
-            f"itself, load_from_checkpoint({name}=...)."
+            f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class is not imported and "
+            "called without your consent. If you trust the file, use load_from_checkpoint(instantiate=True). "
+            f"Otherwise, pass the object itself: load_from_checkpoint({name}=...)."
         )
     if value is None:
         return None
@@ -228,60 +242,64 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
         if container is not None and isinstance(value, Mapping) and len(arguments) == 2:
             return {key: _made(arguments[1], item, name, instantiate) for key, item in value.items()}
         if isinstance(value, list | tuple) and container is not None and arguments:
+            # `tuple[int, str]` has a type for each item, `list[int]` one for all.
             kinds = arguments if len(arguments) == len(value) else [arguments[0]] * len(value)
             made = [_made(kind, item, name, instantiate) for kind, item in zip(kinds, value, strict=True)]
+            # Abstract types such as `Sequence` and `Iterable` get a list.
             return container(made) if container in (list, tuple, set, frozenset) else made
         if isinstance(value, list) and each in (tuple, set, frozenset):
             return each(value)
     if names_an_object(value):
         raise ConfigurationError(
-            f"{name!r} is annotated with no class, so nothing is made of {_shortened(value)} for it. Annotate the "
-            f"argument, or give it by hand: load_from_checkpoint({name}=...).",
+            f"No object can be created from {_shortened(value)} for {name!r}, which is not annotated with a class. "
+            f"Annotate the argument, or pass the object itself: load_from_checkpoint({name}=...).",
         )
     return value
 
 
 def _converted(hint: Any, value: Any, name: str) -> Any:
-    """Convert a value of strings and numbers to a type, such as a name to the member of an `Enum`."""
+    """Convert a plain value to the annotated type of an argument, such as a name to a member of an `Enum`."""
     from jsonargparse import ArgumentError, ArgumentParser
 
+    # jsonargparse converts as it does on the command line, so that both give equal values.
     parser = ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_argument("--value", type=hint)
     try:
         return parser.parse_object({"value": value}).value
     except ArgumentError as error:
-        raise ConfigurationError(f"The hyper-parameter {name!r} does not fit: {error}") from None
+        raise ConfigurationError(f"The hyper-parameter {name!r} has the wrong type: {error}") from None
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a value describes, or a factory for it if the argument is a callable."""
+    """Create the object that a dict with `class_path` describes, or a factory if the argument is a callable."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
-            f"{name!r} is annotated with no class, so {value['class_path']!r} is not made for it. Annotate the "
-            f"argument, or give it by hand: load_from_checkpoint({name}=...).",
+            f"{value['class_path']!r} is not created for {name!r}, which is not annotated with a class. Annotate the "
+            f"argument, or pass the object itself: load_from_checkpoint({name}=...).",
         )
     kind = _class_at(value["class_path"], [*plain, *makers], name)
     types = argument_types(kind)
     given = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
     arguments = {key: _made(types.get(key, Any), item, key, True) for key, item in given.items()}
+    # `Callable[..., Optimizer]` receives a factory, `Optimizer` the object.
     is_made = any(base in kind.__mro__ for base in plain)
     return kind(**arguments) if is_made else functools.partial(kind, **arguments)
 
 
 def _named(hint: Any, value: str, name: str) -> Any:
-    """Return a string, or raise an error if the argument's type excludes strings, so that it names an import."""
+    """Return a string argument unchanged. Raise `CheckpointError` if it would be used as an import path."""
     takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
     raise CheckpointError(
-        f"The hyper-parameter {name!r} is {value!r}, a name that would be imported. Give the argument itself, "
-        f"load_from_checkpoint({name}=...)."
+        f"The hyper-parameter {name!r} is {value!r}, the name of an object, which is not imported. Pass the object "
+        f"itself: load_from_checkpoint({name}=...)."
     )
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """Return the member types of a union, or the type itself."""
+    """Return the member types of a union as a list, or a list with the type itself."""
     if get_origin(hint) is Annotated:
         return _alternatives(get_args(hint)[0])
     if get_origin(hint) in _UNIONS:
@@ -290,7 +308,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """Return the classes that a type accepts, and the classes that its callables return.
+    """Return two lists: the classes that an annotation allows, and the classes that its callables return.
 
     With `names_only`, the first list contains all types that are not plain values, such as callables and types.
     """
@@ -298,6 +316,7 @@ def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type
     makers: list[Any] = []
     for each in _alternatives(hint):
         if get_origin(each) is collections.abc.Callable:
+            # The last argument of `Callable[[...], X]` is the return type.
             makers += [found for found in _alternatives(get_args(each)[-1]) if _is_own_class(found)]
             plain += [each] if names_only else []
         elif _is_own_class(each) or (names_only and (get_origin(each) or each) in (collections.abc.Callable, type)):
@@ -306,12 +325,12 @@ def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type
 
 
 def _is_own_class(hint: Any) -> bool:
-    """Return True if a type is a class whose subclasses may be chosen, and not `object`."""
+    """Return True if an annotation is a class that a configuration may name, rather than a built-in type."""
     return isinstance(hint, type) and hint.__module__ not in ("builtins", "typing", "collections.abc")
 
 
 def _fields(hint: Any) -> dict[str, Any] | None:
-    """Return the field types of a dataclass or similar class, or None for other types."""
+    """Return the fields' types of a dataclass, pydantic or attrs class, by name, or None for other types."""
     if not isinstance(hint, type):
         return None
     is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")
@@ -319,13 +338,12 @@ def _fields(hint: Any) -> dict[str, Any] | None:
 
 
 def _shortened(value: Any) -> str:
-    """Return a value as short text for an error message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters in a configuration, with or without a class path around them."""
+    """Return the constructor arguments in a configuration, with its class path as one more entry."""
     if "class_path" not in configured:
         return dict(configured)
     own = {**(configured.get("init_args") or {}), **(configured.get("dict_kwargs") or {})}
@@ -335,7 +353,11 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Convert saved hyper-parameters to a configuration, without options that the command line sets."""
+    """Return a checkpoint's hyper-parameters that differ from the parsed options, as a configuration.
+
+    Raises:
+        CheckpointError: A value could name a class, which is not imported without the user's consent.
+    """
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)
@@ -345,8 +367,9 @@ def configuration_of(
             named = _class_at(path, [object], "model")
         if named is None:
             raise CheckpointError(
-                f"The checkpoint is of the class {path!r}, which would be imported. If you trust it, choose it "
-                f"yourself: --model={path}, or --config of the run that wrote the checkpoint."
+                f"The checkpoint names the class {path!r}, which is not imported without your consent. If you trust "
+                f"it, choose it with --model={path}, or with --config and the file of the run that saved the "
+                "checkpoint."
             )
         kind = named
     types = argument_types(kind)
@@ -354,20 +377,22 @@ def configuration_of(
     for name, value in changed.items():
         if not is_plain(types.get(name, Any)) and not _is_harmless(value, types.get(name, Any)):
             raise CheckpointError(
-                f"The hyper-parameter {name!r} in the checkpoint may name an object, {_shortened(value)}, which would "
-                f"be imported and called. If you trust it, name it yourself: --model.{name}, or --config of the run "
-                "that wrote the checkpoint."
+                f"The hyper-parameter {name!r} in the checkpoint may name an object, {_shortened(value)}, which is not "
+                f"imported without your consent. If you trust it, set it with --model.{name}, or with --config and the "
+                "file of the run that saved the checkpoint."
             )
     if not changed:
         return {}
+    # Without subclass mode, the options of the class have no class path around them.
     return {"class_path": path, "init_args": changed} if subclass_mode and path is not None else changed
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Return True if the parser keeps a value unchanged. It reads strings as YAML, or as names for other types."""
+    """Return True if the parser would keep a value unchanged, rather than read it as a name or as YAML."""
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):
+        # These characters begin or build YAML structures.
         return not set("{[:?&*!|>") & set(value) and all(each in (Any, object, str) for each in _alternatives(hint))
     if isinstance(value, list | tuple):
         return all(_is_harmless(each, Any) for each in value) and not _classes(hint, names_only=True)[0]

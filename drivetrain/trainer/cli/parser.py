@@ -24,7 +24,7 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
 
-# Types for the arguments of tasks that a command line makes
+# Types for arguments of tasks on the command line
 
 
 if TYPE_CHECKING:
@@ -48,19 +48,19 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         self.monitor = monitor
 
 
-# jsonargparse reads these where a task names them in annotations.
+# Tasks use these types in annotations, which jsonargparse reads.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion = Union[LRScheduler, ReduceLROnPlateau]  # noqa: UP007
 LRSchedulerType = Union[type[LRScheduler], type[ReduceLROnPlateau]]  # noqa: UP007
 
 ArgsType = Optional[Union[list[str], dict[str, Any], Namespace]]  # noqa: UP007, UP045
-"""What the `args` of a `TrainerCLI` may be."""
+"""Type of the argument `args` of `TrainerCLI`."""
 
 OptimizerCallable = Callable[[Iterable], Optimizer]  # type: ignore[type-arg]
-"""What makes an optimizer of parameters: the type of a task's argument that a command line fills."""
+"""Type of a task's argument that creates an optimizer from parameters."""
 
 LRSchedulerCallable = Callable[[Optimizer], Union[LRScheduler, ReduceLROnPlateau]]  # noqa: UP007
-"""What makes a schedule of an optimizer."""
+"""Type of a task's argument that creates a learning-rate scheduler from an optimizer."""
 
 
 if TYPE_CHECKING or IS_INSTALLED:
@@ -69,16 +69,16 @@ else:
     ArgumentParser = object
 
 AUTOMATIC = "AUTOMATIC"
-"""Where an optimizer goes that the command line itself hands to the task."""
+"""Value of `link_to` for optimizers and schedulers that the command line itself passes to the task."""
 
 PARSER_MODE = "drivetrain"
-"""YAML as jsonargparse reads it, unless its anchors stand for too many values."""
+"""Parser mode that reads YAML like jsonargparse, but refuses aliases that expand to too many values."""
 
 _NAMED = (Callback, Tracker, Strategy, Task, DataModule, Optimizer, LRScheduler)
-"""Classes whose subclasses are given by name."""
+"""Classes whose subclasses an option chooses by name."""
 
 _SHORT = 1000
-"""Characters of a text without aliases that cannot be nested too deeply to be read."""
+"""Number of characters up to which a text without aliases cannot be nested too deeply."""
 
 _CLASS = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"--([\w.]+)")
@@ -111,14 +111,14 @@ class TrainerArgumentParser(ArgumentParser):
     ) -> None:
         require_jsonargparse(type(self).__name__)
         kwargs.setdefault("parser_mode", PARSER_MODE)
-        kwargs.setdefault("allow_abbrev", False)  # a part of a name that fits by accident would go unnoticed
+        kwargs.setdefault("allow_abbrev", False)  # an abbreviation that matches by accident would go unnoticed
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
         self.optimizers: dict[str, tuple[Any, str]] = {}
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
 
     def add_config_option(self) -> None:
-        """Add the option `--config`, which reads a file."""
+        """Add the option `--config`, which reads further options from a YAML or JSON file."""
         self.add_argument(
             "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
         )
@@ -126,7 +126,7 @@ class TrainerArgumentParser(ArgumentParser):
     def add_class_args(
         self, kind: type | Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add options for the arguments of a constructor.
+        """Add options for the constructor arguments of a class, such as a Trainer, task or callback.
 
         A callback added here is part of every run.
 
@@ -140,12 +140,14 @@ class TrainerArgumentParser(ArgumentParser):
             The names of the options.
         """
         made = class_of(kind)
+        # The command line adds these callbacks to every Trainer that it creates.
         if issubclass(made, Callback):
             self.callback_keys.append(nested_key)
         if subclass_mode:
             added = self.add_subclass_arguments(made, nested_key, fail_untyped=False, required=required)
             return list(added or [])
         if not isinstance(kind, type):
+            # jsonargparse reads options from classes, so a function is wrapped as one.
             kind = class_from_function(kind, made)
         return self.add_class_arguments(
             kind, nested_key, fail_untyped=False, instantiate=not issubclass(made, Trainer), sub_configs=True
@@ -157,7 +159,7 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "optimizer",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add options for the arguments of an optimizer.
+        """Add options that choose an optimizer and set its constructor arguments.
 
         Args:
             optimizer_class: The optimizer class, or a tuple of base classes whose subclasses an option chooses.
@@ -174,7 +176,7 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add options for the arguments of a learning-rate scheduler.
+        """Add options that choose a learning-rate scheduler and set its constructor arguments.
 
         Args:
             lr_scheduler_class: The scheduler class, or a tuple of base classes whose subclasses an option chooses.
@@ -186,6 +188,7 @@ class TrainerArgumentParser(ArgumentParser):
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
     def _add_of_optimizer(self, kind: Any, key: str, left_out: str) -> None:
+        # The parameters or the optimizer come from the task, not from an option.
         options: dict[str, Any] = {"fail_untyped": False, "skip": {left_out}, "instantiate": False}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
@@ -199,10 +202,10 @@ class TrainerArgumentParser(ArgumentParser):
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing. With an option for each argument of a Trainer, the usage would hide the error message."""
+        """Print nothing. A list of all options of the Trainer would hide the error message below it."""
 
     def _guess(self, message: str) -> str:
-        """Return a hint with the closest option, class or key for an unknown one, or an empty string."""
+        """Return a suggestion for a misspelled option, class or key in an error message, or an empty string."""
         classes = _CLASS.search(message)
         if classes is not None:
             return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
@@ -212,12 +215,13 @@ class TrainerArgumentParser(ArgumentParser):
         given = ".".join(each for each in found.groups() if each)
         guess = nearest(given, self._known())
         if not guess and "." not in given:
+            # `--max_epochs` without its prefix: suggest `trainer.max_epochs`.
             tails = {each.rpartition(".")[2]: each for each in self._known()}
             guess = f" Did you mean {tails[given]!r}?" if given in tails else nearest(given, tails)
         return guess
 
     def _known(self) -> list[str]:
-        """Return the names of this parser's and its subcommands' options."""
+        """Return the names of all options of this parser and of its subcommands."""
         subcommands = self._subcommands_action.choices.values() if self._subcommands_action is not None else ()
         return [
             option.removeprefix("--")
@@ -228,6 +232,7 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def _load(text: str) -> Any:
+    # Nested YAML aliases can expand to billions of values, so the text is checked first.
     if "*" in text or len(text) > _SHORT:
         check_yaml(text)
     return get_loader("yaml")(text)
@@ -238,7 +243,8 @@ if IS_INSTALLED:
 
 
 def load_named_classes() -> None:
-    """Import callbacks and profilers, so that options can name them without their modules."""
+    """Import all callbacks and profilers, so that options can choose them by class name alone."""
+    # Exports are loaded on first access. Only imported subclasses can be found by name.
     for room in (callbacks, profilers):
         for name in room.__all__:
             getattr(room, name)
@@ -253,13 +259,14 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return a class, or the return type of a function that creates one."""
+    """Return the class itself, or the annotated return type if `kind` is a function."""
     if isinstance(kind, type):
         return kind
     try:
         made = get_type_hints(kind).get("return")
+    # An annotation that only a type checker can resolve.
     except NameError:
         made = inspect.signature(kind).return_annotation
     if not isinstance(made, type):
-        raise TypeError(f"{kind} needs an annotation of the class that it returns, such as `-> Task`.")
+        raise TypeError(f"{kind} needs a return annotation that is a class, such as `-> Task`.")
     return made

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-# Optimizers that a command line chooses, in the place of a task's `configure_optimizers`
+# Optimizers from the command line, which replace a task's `configure_optimizers`
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that turns constructor arguments into a configuration with the class's path."""
+    """Return a function that converts constructor arguments to a configuration with the path of a class."""
 
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
@@ -58,7 +58,7 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """A `configure_optimizers` that creates the chosen optimizer and scheduler when a run begins.
+    """Replacement for a task's `configure_optimizers` that creates the optimizer of a configuration.
 
     Attributes:
         optimizer: The configuration of the optimizer.
@@ -81,12 +81,16 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the configuration of the optimizer or scheduler that the task receives, or None."""
+    """Return the configuration of the optimizer or scheduler to create for the task, or None.
+
+    Raises:
+        ConfigurationError: There is more than one for the task.
+    """
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
-            f"Several keys have an {what} for the task: {', '.join(automatic)}. At most one {what} can be handed over "
-            f'automatically: give link_to="model.{next(iter(automatic))}" for the others, and make them in '
+            f"Several keys configure an {what} for the task: {', '.join(automatic)}. Only one {what} can be set "
+            f'automatically. Use link_to="model.{next(iter(automatic))}" for the others, and create them in '
             "configure_optimizers with instantiate_class.",
         )
     for key, kind in automatic.items():
@@ -97,7 +101,8 @@ def chosen_configuration(
 
 
 def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
-    """Replace a task's `configure_optimizers` by the chosen optimizer."""
+    """Replace a task's `configure_optimizers`, and warn if the task has its own."""
+    # An overridden method may be the better choice for the task, so the user must know.
     if type(task).configure_optimizers is not Task.configure_optimizers:
         warn(
             f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
@@ -107,12 +112,11 @@ def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str
 
 
 def _plain(init: Any) -> dict[str, Any]:
-    """Return a configuration as nested dicts."""
     values: dict[str, Any] = init.as_dict() if hasattr(init, "as_dict") else dict(init)
     return values
 
 
-# `SaveConfigCallback`: the configuration of a run, beside what the run writes
+# `SaveConfigCallback`, which saves the configuration of a run
 
 
 class ConfigExistsError(DrivetrainError, RuntimeError):
@@ -120,7 +124,7 @@ class ConfigExistsError(DrivetrainError, RuntimeError):
 
 
 class SaveConfigCallback(Callback):
-    """Callback that saves a run's configuration at its start. `fit --config FILE` repeats the run.
+    """Callback that saves the configuration of a run at its start. `fit --config FILE` repeats the run.
 
     `TrainerCLI` adds it. One process writes the file, and it appears only after it is complete.
 
@@ -165,7 +169,7 @@ class SaveConfigCallback(Callback):
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ConfigurationError(
                 "`save_to_log_dir=False` only makes sense for a subclass of SaveConfigCallback that overrides "
-                "save_config: else nothing is saved.",
+                "save_config, because otherwise nothing is saved.",
             )
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -178,7 +182,9 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Save the configuration to another destination. Called in one process, so it must not use collectives.
+        """Save the configuration to another destination, such as a tracker. Override it in a subclass.
+
+        It is called in one process only, so it must not use collectives.
 
         Args:
             trainer: The running Trainer.
@@ -187,15 +193,16 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the file in one process. All processes raise an error if it must not be written."""
+        """Write the file on rank 0, or raise `ConfigExistsError` on all ranks if the file must not be replaced."""
         path = Path(trainer.local_dir, self.config_filename)
+        # Only rank 0 looks: other ranks might look after it has written the file.
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
         if broadcast_object_list(refused)[0]:
             raise ConfigExistsError(
                 f"{type(self).__name__} expected {path} not to exist. Aborting to avoid overwriting the configuration "
-                "of another run. Remove the file, choose another --trainer.default_root_dir or a logger with a "
-                'directory for each run, or give save_config_kwargs={"overwrite": True}, or '
-                "save_config_callback=None to save none."
+                "of another run. Remove the file, choose another --trainer.default_root_dir, or use a logger with a "
+                'directory for each run. To replace the file, use save_config_kwargs={"overwrite": True}. To save no '
+                "file, use save_config_callback=None."
             )
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,6 +212,7 @@ class SaveConfigCallback(Callback):
         if self.multifile:
             self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite, multifile=True)
             return
+        # Written under another name and then renamed, so that no reader sees half a file.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
         os.replace(beside, path)
@@ -214,7 +222,7 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Creates the task or data module of a command line, with its configuration as hyper-parameters."""
+    """Callable that creates a command line's task or data module and records its configuration in `hparams`."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli
@@ -224,9 +232,11 @@ class ModuleInstantiator:
         """Create an object. Objects of other classes, such as a task within a task, are created as usual."""
         configured = self._cli.config_dump.get(self._key) or {}
         path = configured.get("class_path")
+        # jsonargparse calls this for subclasses in nested options too.
         if path is not None and path.rpartition(".")[2] != class_type.__name__:
             return class_type(*args, **kwargs)
         values = hyper_parameters_of(configured)
+        # Linked values are known only now, so the parsed configuration lacks them.
         for target, value in applied_instantiation_links.items():
             key, _, rest = target.partition(".")
             if key == self._key and rest:
@@ -237,7 +247,7 @@ class ModuleInstantiator:
 
 
 def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path of keys, creating dicts on the way."""
+    """Set the value at a dotted path in nested dicts. Missing dicts are created."""
     *outer, last = path.split(".")
     for key in outer:
         if not isinstance(values.get(key), dict):
@@ -315,7 +325,7 @@ class TrainerCLI:
     base_model: ClassVar[type[Task]] = Task
     base_data: ClassVar[type[DataModule]] = DataModule
     instantiator_path: ClassVar[str] = "drivetrain.trainer.cli.instantiate_module"
-    """What hyper-parameters name as the function that makes a task of them."""
+    """Import path of the function that creates a task from recorded hyper-parameters."""
 
     def __init__(
         self,
@@ -369,30 +379,30 @@ class TrainerCLI:
     # the parser
 
     def _split_parser_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split `parser_kwargs` into arguments of the main parser and of subcommands' parsers."""
         names = self.subcommands()
         own = {name: value for name, value in self.parser_kwargs.items() if name not in names}
         return own, {name: value for name, value in self.parser_kwargs.items() if name in names}
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
-        """Create a parser.
+        """Create a parser with the option `--config`, for the main command or a subcommand.
 
         Args:
             **kwargs: The parser's arguments.
         """
+        # The version shows which release wrote a saved configuration.
         kwargs.setdefault("dump_header", [self.version_line()])
         parser = self.parser_class(**kwargs)
         parser.add_config_option()
         return parser
 
     def version_line(self) -> str:
-        """Return the comment on the first line of a saved configuration."""
+        """Return the first line of a saved configuration: a comment with the package's version."""
         return f"drivetrain=={package_version()}"
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Create the parser and the parsers of subcommands.
+        """Create the main parser and the parsers of the subcommands, with all options.
 
         Args:
             add_subcommands: True to add subcommands.
@@ -416,6 +426,7 @@ class TrainerCLI:
         kwargs.setdefault("description", _first_line(getattr(trainer_type, name)))
         parser = self.init_parser(**kwargs)
         self._add_arguments(parser)
+        # Without the task and the loaders, which the command line passes itself.
         added = parser.add_method_arguments(trainer_type, name, skip=set(self.subcommands()[name]))
         self._method_arguments[name] = added
         self._subparsers[name] = parser
@@ -431,7 +442,7 @@ class TrainerCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="Seed of all random numbers: a number; true for one that is chosen, false for none.",
+            help="Seed of all random generators: a number, true for the default seed, or false for no seed.",
         )
 
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
@@ -467,7 +478,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the Trainer's methods that are subcommands, each with the arguments that are not options."""
+        """Return the names of the subcommands, each with the method's arguments that are not options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -477,7 +488,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Link the configurations of optimizers and schedulers to the task's arguments that receive them.
+        """Pass the configurations of optimizers and schedulers to the task's arguments that `link_to` names.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -499,8 +510,8 @@ class TrainerCLI:
         """
         if args is not None and len(sys.argv) > 1:
             self.warn(
-                f"{type(self).__name__}'s args parameter stands for the command line, which has options, too: "
-                f"{sys.argv[1:]}. These are not read."
+                f"{type(self).__name__} parses its args parameter instead of the command line, so the options on the "
+                f"command line are ignored: {sys.argv[1:]}."
             )
         if args is None or isinstance(args, list | tuple):
             self.config = parser.parse_args(args)
@@ -508,16 +519,16 @@ class TrainerCLI:
             self.config = parser.parse_object(args)
 
     def _own_parser(self) -> TrainerArgumentParser:
-        """Return the parser of the subcommand, or the main parser without subcommands."""
+        """Return the parser of the chosen subcommand, or the main parser if there are no subcommands."""
         return self.parser if self.subcommand is None else self._subparsers[self.subcommand]
 
     def _own(self, config: Namespace) -> Namespace:
-        """Return the subcommand's part of a configuration, or all of it without subcommands."""
+        """Return the part of a configuration for the chosen subcommand, or all of it without subcommands."""
         own: Namespace = config if self.subcommand is None else config[self.subcommand]
         return own
 
     def warn(self, message: str) -> None:
-        """Warn about something on the command line.
+        """Log a warning about the command line. Override it to show warnings differently.
 
         Args:
             message: The text of the warning.
@@ -525,14 +536,15 @@ class TrainerCLI:
         logger.warning(message)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Exit with an error's message, as for an invalid command line."""
+        """Exit with an error message, as the parser does for an invalid command line."""
         self._own_parser().error(str(error), error)
 
-    # what was parsed
+    # the parsed configuration
 
     def _take_checkpoint_hyper_parameters(self) -> None:
-        """Use the task's hyper-parameters from the checkpoint given by `--ckpt_path`."""
+        """Set the task's options to the hyper-parameters in the checkpoint given by `--ckpt_path`."""
         path = self._own(self.config).get("ckpt_path")
+        # `"best"`, `"last"` and URLs are resolved later, by the Trainer.
         if not path or not Path(path).exists():
             return
         parser, own = self._own_parser(), self._own(self.config)
@@ -540,6 +552,7 @@ class TrainerCLI:
         kind = class_of(self.model_class or self.base_model)
         try:
             saved = self.base_model.saved_hyper_parameters(path)
+            # May raise: values that could import code are not taken from a checkpoint.
             values = {"model": configuration_of(saved, configured, kind, self.subclass_mode_model)}
         except CheckpointError as error:
             self._refuse(error)
@@ -550,13 +563,13 @@ class TrainerCLI:
             self.config = self.parser.parse_object(given, self.config)
         except SystemExit:
             sys.stderr.write(
-                f"Parsing of ckpt_path hyperparameters failed: those in {path} are not those of the model.\n"
+                f"Parsing of ckpt_path hyperparameters failed: {path} has other hyper-parameters than the model.\n"
             )
             raise
 
     def _seed(self) -> None:
-        """Seed all random generators, and store the seed in the configuration."""
         config = self._own(self.config)
+        # False means no seeding, and 0 is a valid seed.
         given = config["seed_everything"]
         if given is not False:
             config["seed_everything"] = self.seed(None if given is True else given)
@@ -578,7 +591,7 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Let the task and data module record their configuration as hyper-parameters."""
+        """Make the task and data module record their configuration as hyper-parameters when they are created."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (
@@ -587,7 +600,7 @@ class TrainerCLI:
         ):
             self.parser.add_instantiator(ModuleInstantiator(self, key), class_of(kind), subclasses=chosen)
 
-    # making what was chosen
+    # creation of the objects
 
     def before_instantiate_classes(self) -> None:
         """Override this method to change `self.config` after the command line is parsed."""
@@ -604,15 +617,15 @@ class TrainerCLI:
         except DrivetrainError as error:
             self._refuse(error)
         except (TypeError, ValueError) as error:
-            if is_of_jsonargparse(error):  # which has put the errors of several types that could be meant into one
+            if is_of_jsonargparse(error):  # one error for all member types of a union
                 self._refuse(error)
             raise
 
     def after_instantiate_classes(self) -> None:
-        """Override this method to run code after task, data module and Trainer are created."""
+        """Override this method to run code after the task, data module and Trainer are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create a Trainer.
+        """Create the Trainer from its options and from the callbacks on the command line.
 
         Args:
             **kwargs: Arguments that replace configured ones.
@@ -623,9 +636,10 @@ class TrainerCLI:
         return self._instantiate_trainer(config, [own[key] for key in self._own_parser().callback_keys])
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Create a Trainer from its arguments and additional callbacks."""
+        # Callbacks of `trainer_defaults` may be configurations, which parsing has not turned into objects.
         always = self.trainer_defaults.get("callbacks")
         every = [*_listed(config.get("callbacks")), *callbacks, *map(_made, _listed(always))]
+        # A `fast_dev_run` writes no files.
         if self.save_config_callback is not None and not config.get("fast_dev_run"):
             parser, parsed = self._own_parser(), self._own(self.config)
             every.append(self.save_config_callback(parser, parsed, **self.save_config_kwargs))
@@ -634,14 +648,16 @@ class TrainerCLI:
         elif every:
             name = getattr(self.trainer_class, "__name__", self.trainer_class)
             self.warn(
-                f"The `{name}` class does not expose the `callbacks` argument, so none are added: "
+                f"The `{name}` class does not expose the `callbacks` argument, so these are ignored: "
                 f"{', '.join(type(each).__name__ for each in every)}."
             )
         return self.trainer_class(**config)
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result of the task's `configure_optimizers`. Override it to change how a scheduler is used.
+        """Return the result of the task's `configure_optimizers` for the chosen optimizer and scheduler.
+
+        Override it to change how a scheduler is used.
 
         Args:
             task: The task.
@@ -656,7 +672,6 @@ class TrainerCLI:
         return [optimizer], [lr_scheduler]
 
     def _configure_optimizers(self) -> None:
-        """Replace the task's optimizers by the chosen one."""
         parser, config = self._own_parser(), cast("Mapping[str, Any]", self._own(self.config))
         optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
@@ -667,8 +682,9 @@ class TrainerCLI:
     # running
 
     def _run_subcommand(self, name: str) -> None:
-        """Run a subcommand between its hooks."""
+        """Run a subcommand, and call the methods `before_<subcommand>` and `after_<subcommand>` if they exist."""
         before, after = getattr(self, f"before_{name}", None), getattr(self, f"after_{name}", None)
+        # A subclass may define the subcommand itself.
         run = getattr(self, name, None) or getattr(self.trainer, name)
         if callable(before):
             before()
@@ -680,6 +696,7 @@ class TrainerCLI:
             run(model=self.model, **given)
         except CheckpointError as error:
             path = given.get("ckpt_path")
+            # A mistyped path is an error of the command line; other errors need their traceback.
             if path and "://" not in str(path) and not Path(path).exists():
                 self._refuse(error)
             raise
@@ -694,12 +711,10 @@ def _first_line(component: Any) -> str:
 
 
 def _listed(given: Any) -> list[Any]:
-    """Return one or several values as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _made(callback: Any) -> Any:
-    """Create a callback if it is given as a configuration."""
     return instantiate_class((), callback) if isinstance(callback, Mapping) else callback

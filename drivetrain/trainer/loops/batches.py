@@ -1,4 +1,4 @@
-"""Data loaders of a run: their source, their preparation, and the accumulation windows of a training epoch."""
+"""Data loaders of a run: where they come from, how they are prepared, and how training batches form steps."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class LoaderSource:
-    """Source of the loaders for one stage: the argument of `fit`, the data module or the task.
+    """Source of the data loaders for one stage: an argument such as `train_dataloaders`, the data module or the task.
 
     Attributes:
-        is_stale: True if the loaders must be made again, because a setting that their method reads has changed.
+        is_stale: True if the loaders must be created again, because a setting that their method reads has changed.
     """
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
@@ -59,7 +59,7 @@ class LoaderSource:
         self.is_stale = False
 
     def is_defined(self) -> bool:
-        """Return True if the user passed a loader or overrides the method that makes it."""
+        """Return True if the user passed a loader, or if the data module or task overrides the loader's method."""
         method = self._stage.loader_name
         return (
             self._given is not None
@@ -72,13 +72,13 @@ class LoaderSource:
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """Return a copy of this source without prepared loaders."""
+        """Return a new `LoaderSource` with equal arguments, which has not prepared any loader yet."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders, before preparation, or None if there are none.
+        """Return the user's loader or loaders for this stage before they are prepared, or None if the user gave none.
 
-        A method of the task or data module is called again each time.
+        If a method of the task or data module creates the loaders, it is called each time.
         """
         if self._given is not None:
             return self._given
@@ -91,7 +91,10 @@ class LoaderSource:
         return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def _origin(self) -> str:
-        """Return a phrase for error messages that names the method or argument with the loader."""
+        """Return where the user's loader comes from, as a phrase for error messages.
+
+        For example "returned from `MyTask.train_dataloader()`".
+        """
         method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
         for owner, base in ((self._data, DataModule), (self._task, Task)):
             if self._given is None and owner is not None and is_overridden(owner, base, method):
@@ -100,7 +103,13 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """Return the prepared training loader. Several loaders become one `CombinedLoader`."""
+        """Return the training loader, adapted to the device and the strategy. Prepare it first if needed.
+
+        Several loaders become one `CombinedLoader`.
+
+        Args:
+            again: True to create and prepare the loader again.
+        """
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
@@ -108,7 +117,7 @@ class LoaderSource:
         return self._prepared
 
     def forget_training(self) -> None:
-        """Release the prepared training loader in the engine."""
+        """Release the prepared training loader, so that checkpoints no longer include its position."""
         if self._prepared is not None and self._prepared is not self._given:
             self._trainer.accelerator.forget_loader(self._prepared)
         self._prepared = None
@@ -121,7 +130,7 @@ class LoaderSource:
         if raw is None:
             raise InvalidLoaderError(
                 f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
-                f"fit(), or give {type(self._task).__name__} or a DataModule a train_dataloader()."
+                f"fit(), or define train_dataloader() in {type(self._task).__name__} or a DataModule."
             )
         raw = self._trainer.combine_loaders(raw, self._stage)
         if isinstance(raw, CombinedLoader):
@@ -129,12 +138,12 @@ class LoaderSource:
         return self._prepare(raw, 0, TailPolicy.WHOLE)
 
     def _most_batches(self) -> int | None:
-        """Return the batches that all ranks together read with `overfit_batches`, or None for a fraction."""
         limit = self._trainer.overfit_batches
+        # With a fraction, the number of batches depends on the loader's length, so the limit is None.
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Return the prepared loaders for validation, test or prediction, in the order of evaluation.
+        """Prepare the loaders for validation, test or prediction, and return them in the order of evaluation.
 
         A `CombinedLoader` counts as one loader. One in sequential mode is split into its loaders.
         """
@@ -143,6 +152,7 @@ class LoaderSource:
             raw = with_same_batches(raw, self._stage, self._most_batches())
         self._trainer.current.loaders[self._stage] = raw
         self.is_stale = False
+        # Within `fit`, a task without validation data simply is not validated.
         if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
             raise InvalidLoaderError(
                 f"An invalid dataloader was {self._origin()}: it is None. Return a torch DataLoader, or another "
@@ -169,7 +179,7 @@ class LoaderSource:
         if not hasattr(loader, "__iter__"):
             raise InvalidLoaderError(
                 f"An invalid dataloader was {self._origin()}: the {self._stage.loader} data is a "
-                f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
+                f"{type(loader).__name__}, which cannot be iterated. Use a torch DataLoader, or another iterable of "
                 "batches."
             )
         loader = self._trainer.adapt_loader(loader, self._stage)
@@ -185,17 +195,17 @@ class LoaderSource:
         return prepared
 
     def _fills(self) -> bool:
-        """Return True if short batches may be padded.
-
-        Padding rows are removed from predictions afterwards, but cannot be removed from a mean.
-        """
         placement = self._trainer.accelerator.preparation.batch_placement
+        # Padding rows are removed from predictions afterwards, but cannot be removed from a mean.
         if self._stage is Stage.PREDICT:
             return True
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch to the device by the user's hooks, or None for the default."""
+        """Return a function that moves a batch to the device with the user's transfer hooks, or None without any.
+
+        Also returns a function if the precision of the run casts batches itself.
+        """
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
         owners: list[Any] = []
@@ -227,7 +237,7 @@ class LoaderSource:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches in the loader, or None if it has no length."""
+    """Return the number of batches that a loader reports by `len`, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -235,9 +245,15 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """Return the number of batches to run, given the loader's length and the value of a limit argument.
+    """Return how many batches of a loader to run, with a limit such as `limit_train_batches` applied.
 
-    Infinity stands for an unknown length without a limit. `name` is the limit's argument for error messages.
+    Args:
+        length: Number of batches in the loader, or None if unknown.
+        limit: Whole number of batches, fraction of the loader, or None.
+        name: Name of the Trainer's argument with the limit, for error messages.
+
+    Returns:
+        The number of batches, or infinity for an unknown length without a limit.
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
@@ -251,16 +267,20 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
     batches = int(length * limit)
     if batches == 0 and limit > 0:
         raise ConfigurationError(
-            f"{name}={limit} of {length} batches leaves none: {limit} * {length} < 1. Please increase the `{name}` "
-            f"argument. Try at least {1 / length:.3g}, or a whole number.",
+            f"{name}={limit} of {length} batches is less than one batch. Please increase the `{name}` "
+            f"argument. Try at least {1 / length:.3g}, or a whole number of batches.",
         )
     return batches
 
 
 def check_equal_lengths(batches: float, kind: str) -> None:
-    """Raise `DataError` if the ranks have different numbers of batches. Runs a collective.
+    """Raise `DataError` if ranks run different numbers of batches, since the ranks would wait for each other forever.
 
-    `kind` names the loader in the message.
+    Runs a collective.
+
+    Args:
+        batches: Number of batches that this rank will run.
+        kind: Name of the loader for the message, such as `"training"`.
     """
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
@@ -269,16 +289,20 @@ def check_equal_lengths(batches: float, kind: str) -> None:
             for rank, count in enumerate(everyone)
         )
         raise DataError(
-            f"The processes have different numbers of {kind} batches: {counts}. They step together, so each needs as "
-            "many as the others, or those with more would wait forever. Give every process a loader of the same "
-            "length, or the same loader and use_distributed_sampler=True, or limit the batches to the smallest number."
+            f"The processes have different numbers of {kind} batches: {counts}. Processes with more batches would wait "
+            "for the others forever. Give every process a loader of the same length, let use_distributed_sampler=True "
+            "divide one loader, or limit the batches to the smallest number."
         )
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return the number of batches to run for each loader, from the rank with the longest one. Runs a collective.
+    """Return the largest number of batches that any rank will run, for each evaluation loader. Runs a collective.
 
-    With `even=True`, ranks with different numbers of batches raise `DataError`.
+    Args:
+        loaders: Prepared loaders of this rank.
+        limit: Limit per loader, as in `batches_to_run`.
+        name: Name of the Trainer's argument with the limit, for error messages.
+        even: True to raise `DataError` if the ranks have different numbers of batches.
     """
     lengths = [length_of(loader) for loader in loaders]
     if even:
@@ -291,15 +315,15 @@ def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even
 
 
 def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
-    """Return the number of batches that this rank reads from each loader."""
+    """Return the number of batches that this rank itself reads from each loader, given the limit of each loader."""
     lengths = [length_of(loader) for loader in loaders]
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
 
 class _SameOrder(Sampler[Any]):
-    """Sampler that repeats the indices of the first pass through the user's sampler.
+    """Sampler for `overfit_batches` that yields the same indices, in the same order, in every epoch.
 
-    The first pass runs with a fixed seed, so its order is equal on all ranks and in a resumed run.
+    The first pass runs the user's sampler with a fixed seed, so its order is equal on all ranks and in a resumed run.
     """
 
     def __init__(self, sampler: Iterable[Any], most: int | None) -> None:
@@ -318,10 +342,16 @@ class _SameOrder(Sampler[Any]):
 
 
 def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
-    """Return a loader, or a structure of loaders, that yields equal batches in every epoch.
+    """Return a loader that yields the same batches in every epoch, for `overfit_batches`.
 
-    A shuffling loader reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch sampler
-    or an iterable dataset are returned unchanged.
+    A shuffling loader then reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch
+    sampler
+    or an iterable dataset are returned unchanged. In a dict, list or `CombinedLoader`, each loader is replaced.
+
+    Args:
+        loader: A loader, or a dict, list or `CombinedLoader` of loaders.
+        stage: Stage of the loader, for a warning.
+        most: Number of batches that all ranks read together, or None if unknown.
     """
     if isinstance(loader, CombinedLoader):
         return loader.map(lambda each: with_same_batches(each, stage, most))
@@ -336,8 +366,8 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
     sampler: Sampler[Any]
     if isinstance(loader.sampler, RandomSampler | DistributedSampler):
         warnings.warn(
-            f"You requested to overfit but enabled {stage.loader} dataloader shuffling: overfit_batches takes the same "
-            "batches in each epoch, so shuffling is off for them.",
+            f"You requested to overfit but enabled {stage.loader} dataloader shuffling. overfit_batches uses the same "
+            "batches in each epoch, so shuffling is turned off.",
             stacklevel=2,
         )
         samples: Any = loader.sampler.data_source if isinstance(loader.sampler, RandomSampler) else loader.dataset
@@ -353,12 +383,11 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
 
 
 def are_several(raw: Any) -> bool:
-    """Return True if the value is a dict or list of loaders, rather than one loader."""
+    """Return True if the user passed a dict or list of loaders, rather than a single loader or a list of batches."""
     return isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and bool(raw) and _are_loaders(raw))
 
 
 def _are_loaders(items: Iterable[Any]) -> bool:
-    """Return True if each item is a loader or a structure of loaders. False for a list of batches."""
     return all(
         isinstance(item, DataLoader | CombinedLoader)
         or (isinstance(item, list | tuple) and bool(item) and _are_loaders(item))
@@ -375,7 +404,7 @@ def _plain_convert() -> Any:
 
 def _describe(loader: Any) -> str:
     if not isinstance(loader, DataLoader) or not hasattr(loader, "dataset"):
-        return f"the {type(loader).__name__} given has no batches"
+        return f"the {type(loader).__name__} yields no batches"
     size = length_of(loader.dataset)
     return (
         f"its dataset has {size} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}. "
@@ -387,24 +416,24 @@ FOREVER = float("inf")
 
 
 def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
-    """Return the number of training batches of this rank per epoch, or infinity if unknown."""
+    """Return the number of batches that this rank trains on per epoch, or infinity if it is unknown."""
     limit = trainer.overfit_batches or trainer.limit_train_batches
     name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
     return batches_to_run(length_of(loader), limit, name)
 
 
 def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
-    """Return the number of optimizer steps that `fit` will take, or infinity if unknown."""
+    """Return the number of optimizer steps that `fit` will take in total, or infinity if it is unknown."""
     batches = epoch_length(trainer, loader)
     if trainer.max_epochs < 0 or batches == FOREVER:
         steps = FOREVER
     else:
+        # Rounded up: the last accumulation window of an epoch may be smaller.
         steps = sum(-(-batches // size) for size in _window_sizes(trainer))
     return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
 
 
 def _window_sizes(trainer: Trainer) -> list[int]:
-    """Return the number of micro-batches per optimizer step, for each epoch of the run."""
     schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
     if not schedules:
         return [trainer.accumulate_grad_batches] * trainer.max_epochs
@@ -412,12 +441,12 @@ def _window_sizes(trainer: Trainer) -> list[int]:
 
 
 class TrainingBatches:
-    """Training batches of a run, grouped into accumulation windows, with the loader's position for checkpoints.
+    """Batches of the training loop. Groups them into optimizer steps, and tracks the loader's position for checkpoints.
 
     Attributes:
         loader: The prepared training loader.
         limit: Number of batches of this rank per epoch, or infinity if unknown.
-        finished: Info of the last batch of the last finished window in this epoch, or None.
+        finished: Info of the last batch of the last finished optimizer step in this epoch, or None.
         origin: Position of the loader at the start of this pass.
         marked: Position of a `CombinedLoader` at the start of the current step. None for other loaders.
         snapshot: State of this process after the last finished step or validation.
@@ -442,16 +471,21 @@ class TrainingBatches:
 
     @property
     def shards(self) -> int:
-        """Number of ranks among which each global batch is split, or 1 if each rank reads its own loader."""
+        """Number of ranks among which the rows of each training batch are divided.
+
+        It is 1 if each rank reads its own loader.
+        """
         trainer = self._trainer
         loaders = self.loader.loaders if isinstance(self.loader, CombinedLoader) else [self.loader]
         reads_own = any(trainer.shard_of(each) is not None for each in loaders)
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Make the training loader again if this epoch requires it. Returns True if it was made again.
+        """Create the training loader again if a new epoch needs a fresh one. Return True if it was created again.
 
-        Within an epoch the loader is kept.
+        That is the case every `reload_dataloaders_every_n_epochs` epochs, and if a setting of the loader has changed.
+        Within
+        an epoch, the loader is never replaced.
         """
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
         is_due = every and progress.epoch and progress.epoch % every == 0
@@ -462,7 +496,11 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Move the loader to the first batch of the epoch, or to the position in the checkpoint `saved`."""
+        """Move the training loader to the epoch's first batch, or to the position in a checkpoint.
+
+        Args:
+            saved: Checkpoint that is being resumed, or None.
+        """
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
@@ -472,11 +510,14 @@ class TrainingBatches:
             self.origin = self.loader.state_dict()
 
     def end_epoch(self) -> None:
-        """Clear the positions of the epoch. The next epoch starts from the loader's present state."""
+        """Clear the loader positions that were recorded in this epoch, once it has ended."""
         self.finished = self.origin = None
 
     def mark(self) -> None:
-        """Store the state of this process, before a step or a validation changes it."""
+        """Record the state of this process and its loader, before a step or a validation changes it.
+
+        A checkpoint that is saved within the step then contains the state from before the step.
+        """
         self.snapshot.mark()
         # A combined loader can report only its present position, not one before a batch that was read ahead.
         self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
@@ -485,7 +526,7 @@ class TrainingBatches:
         """Yield the micro-batches of the epoch, in lists of one optimizer step each.
 
         A list is complete before its first micro-batch is processed, so its size is known. Each batch moves to the
-        device only when its turn comes.
+        device only when it is processed.
         """
         limit, progress = self.limit, self._progress
         if progress.batches_in_epoch >= limit or progress.batches_are_done:
@@ -534,7 +575,13 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the training batch after `index` and remove it from the epoch, or return None at the end."""
+        """Return the next batch of the epoch, which the training loop then skips. Returns None at the epoch's end.
+
+        Used by a `training_step` that reads further batches from `dataloader_iter`.
+
+        Args:
+            index: Index of the batch before.
+        """
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:
@@ -544,7 +591,7 @@ class TrainingBatches:
 
     @property
     def are_done(self) -> bool:
-        """True if the last finished window was the last of the epoch."""
+        """True if training has finished the last batch of the current epoch."""
         return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
 
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:

@@ -56,7 +56,7 @@ _SCOPES: dict[Stage, tuple[LogScope, LogScope]] = {
 
 
 class EvaluationLoop:
-    """Loop that runs `validation_step` or `test_step` of a task over its loaders."""
+    """Loop that runs a task's `validation_step` or `test_step` on all batches of its loaders."""
 
     def __init__(
         self,
@@ -83,7 +83,10 @@ class EvaluationLoop:
         self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
-        """Return the prepared loaders. They are made on first use, and again if stale or due for a reload."""
+        """Return the prepared loaders of this loop. Create them on the first call, and again when they are outdated.
+
+        Loaders are outdated after `reload_dataloaders_every_n_epochs` epochs, or once a setting of theirs has changed.
+        """
         trainer = self._trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         stale = every and epoch - self._loaded_in >= every and self._stage is Stage.VALIDATE
@@ -101,9 +104,10 @@ class EvaluationLoop:
 
     @contextmanager
     def _drawing_apart(self) -> Iterator[None]:
-        """Make the loaders of a run from the random state at its start, then restore the generators.
+        """Run the `with` block with the random state from the start of `fit`, then restore the current random state.
 
-        Training therefore draws equal random numbers with and without validation.
+        Used while validation loaders are created, so that training draws equal random numbers with and without
+        validation.
         """
         state, self._drawn_from = self._drawn_from, None
         if state is None:
@@ -115,10 +119,12 @@ class EvaluationLoop:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Restore all random generators after the `with` block, so that a sanity check does not change training.
+        """Run the `with` block, then restore the random generators to their previous states.
 
-        Covers the global generators, those of devices, and those of the task and the data module. The loaders restore
-        their own generators in `run(keep=False)`.
+        Used for the sanity check, which must not change the random numbers of training. Covers the global generators,
+        those
+        of devices, and those of the task and the data module. The loaders restore their own generators in
+        `run(keep=False)`.
         """
         with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
             yield
@@ -130,10 +136,13 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Run one evaluation over all loaders. Returns a dict of logged values for each loader.
+        """Evaluate the task on all loaders, and return a dict of its logged values for each loader.
 
-        `at_most` limits the batches per loader. With `keep=False`, results and loader positions are discarded.
-        `on_results` is called once the results are logged.
+        Args:
+            at_most: Largest number of batches per loader, or None for no further limit.
+            keep: False to discard the results and to restore the loaders' positions, as in the sanity check.
+            on_results: Function that is called once the results are logged.
+            watch: Function that returns a watcher for each loader, which may end the evaluation after a signal.
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
@@ -143,6 +152,7 @@ class EvaluationLoop:
         self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._task, stage, self._model))
+            # A sanity check must not move the loaders, or the first validation would see other batches.
             for loader in () if keep else loaders:
                 stack.enter_context(loader.preserve_state())
             trainer.logged.enter(self._in_epoch)
@@ -161,7 +171,6 @@ class EvaluationLoop:
         return _by_loader(results, len(loaders), trainer.tracker_log.name_of)
 
     def _finish(self, keep: bool, on_results: Callable[[], None] | None) -> list[EpochValue]:
-        """Reduce the logged values over ranks and call the hooks of the end. Returns the reduced values."""
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         trainer.logged.enter(self._in_epoch)
         results = trainer.tracker_log.finish_epoch(stage, keep)
@@ -171,6 +180,7 @@ class EvaluationLoop:
             if keep:
                 trainer.tracker_log.write_in_spite_of_error(partial(trainer.tracker_log.write_epoch_values, results))
             raise
+        # A second time, for values that the hooks of the epoch's end have logged.
         results += trainer.tracker_log.finish_epoch(stage, keep)
         trainer.logged.reset_finished()
         if keep:
@@ -182,7 +192,10 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Run one evaluation outside `fit`, then release the loaders. Returns [] if the limit is 0."""
+        """Run the evaluation of `validate` or `test`, and return a dict of logged values for each loader.
+
+        The loaders are released afterwards. Returns an empty list if the limit of batches is 0.
+        """
         if self._limit == 0:
             self._trainer.current.evaluation_batches.pop(self._stage, None)
             return []
@@ -192,7 +205,7 @@ class EvaluationLoop:
             self.forget()
 
     def forget(self) -> None:
-        """Release the loaders in the engine."""
+        """Release the prepared evaluation loaders once they are no longer needed."""
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
@@ -210,6 +223,8 @@ class EvaluationLoop:
         with suppress(DataEnded), feed:
             for batch in feed:
                 info = current.batch_info
+                # A rank that has run out of data joins the collectives of the others with a batch of padding.
+                # Hooks do not run for it, and its logged values are discarded.
                 if info is not None and info.real_rows == 0:
                     self._run_padding(batch, feed.index, extra)
                 else:
@@ -228,7 +243,6 @@ class EvaluationLoop:
             watch.finish()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
-        """Run a batch of padding, for the collectives of other ranks. Its logged values are discarded."""
         with muted_logging(self._trainer.logged, self._task):
             self._step(batch, index, *extra)
 
@@ -238,7 +252,10 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Set the modules to evaluation mode for the `with` block, then restore the previous mode of each module."""
+    """Put the task's modules into evaluation mode for the `with` block, then restore each module's previous mode.
+
+    Calls the task's hooks for both changes, such as `on_test_model_eval`.
+    """
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
@@ -260,20 +277,26 @@ def _call_if_any(task: Task, name: str) -> None:
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
-    """Return the loader index as extra arguments of a step: one item if the step takes it, else none."""
+    """Return the extra positional arguments for an evaluation step: `(dataloader_idx,)`, or `()` if it takes none.
+
+    Args:
+        step: The task's step, such as `validation_step`.
+        dataloader_idx: Index of the loader, or None if there is only one.
+    """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()
     third = [p for p in parameters if p.kind in positional][2:3]
     takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
     needs_it = bool(third) and third[0].default is inspect.Parameter.empty
     if dataloader_idx is None:
+        # A step that requires the index receives 0 even if there is only one loader.
         return (0,) if needs_it else ()
     return (dataloader_idx,) if third or takes_any else ()
 
 
 def _by_loader(results: list[EpochValue], count: int, name_of: Callable[[EpochValue], str]) -> list[dict[str, float]]:
-    """Group the results by loader. Values that belong to the whole epoch appear in every group."""
     numbers = to_numbers({name_of(result): result.value for result in results})
+    # Values that belong to the whole epoch, not to one loader, appear in the dict of every loader.
     if not count:
         return [numbers] if numbers else []
     loaders = {name_of(result): result.loader for result in results}
@@ -297,9 +320,16 @@ def evaluate(
     ckpt_path: str | os.PathLike[str] | None,
     run: Callable[[Task, nn.Module, LoaderSource], list[R]],
 ) -> list[R]:
-    """Set up the task, call `run` with the task, its model and its loaders, and tear the task down.
+    """Prepare a task for evaluation, run a function on it, and clean up. Returns what the function returns.
 
-    Returns the result of `run`. Weights come from `ckpt_path` if given.
+    Args:
+        trainer: Trainer of the evaluation.
+        stage: Validation, test or prediction.
+        model: The task, or None for the one of the last `fit`.
+        dataloaders: One or several loaders, a data module, or None.
+        datamodule: Data module that provides the loaders, or None.
+        ckpt_path: Checkpoint from which to restore the weights, or None.
+        run: Function that evaluates. It receives the task, its prepared model and the source of its loaders.
     """
     if isinstance(dataloaders, DataModule):
         dataloaders, datamodule = None, dataloaders
@@ -316,7 +346,7 @@ def evaluate(
         if not source.is_defined():
             raise InvalidLoaderError(
                 f"An invalid dataloader was passed to `Trainer.{stage.verb}(dataloaders=...)`: {stage.verb}() has no "
-                f"data. Pass dataloaders, or give the task or a DataModule a {stage.loader_name}()."
+                f"data. Pass dataloaders, or define {stage.loader_name}() in the task or a DataModule."
             )
         placed = task_run.place_for_evaluation(task)
         if ckpt_path is not None:
@@ -335,14 +365,13 @@ def evaluate(
 
 
 def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
-    """Return the best checkpoint of the last `fit`, with a warning, or None if there is none."""
     callback = trainer.checkpoint_callback
     if callback is None or not callback.best_model_path or trainer.control.reason is None:
         return None
     if trainer.is_global_zero:
         warnings.warn(
             f"{stage.verb}() was called without a model. The best model of the previous `fit` call will be used: "
-            f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path.",
+            f"{callback.best_model_path}. To use the current weights, pass the model. To use others, pass ckpt_path.",
             stacklevel=6,
         )
     return callback.best_model_path
@@ -357,7 +386,10 @@ def evaluate_logged(
     ckpt_path: str | os.PathLike[str] | None,
     verbose: bool,
 ) -> list[dict[str, float]]:
-    """Run `validate` or `test`. Returns a dict of logged values for each loader."""
+    """Run the Trainer's `validate` or `test`, and return a dict of logged values for each loader.
+
+    With `verbose`, rank 0 also prints the results as a table.
+    """
 
     def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
         trainer.logged.start((stage,))
@@ -371,7 +403,10 @@ def evaluate_logged(
 
 
 def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
-    """Return the validation loop that runs within `fit`, or None if there is nothing to validate."""
+    """Create the loop that validates within `fit`, or return None if nothing is to be validated.
+
+    That is the case without validation data, without a `validation_step`, and with `limit_val_batches=0`.
+    """
     if trainer.limit_val_batches == 0:
         return None
     if not trainer.barebones:
@@ -384,7 +419,7 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
 
 
 def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
-    """Run a few validation batches before training, and discard their results.
+    """Run a few validation batches before training, to find errors early. The results are discarded.
 
     A signal ends the check after the current batch. The training loop then saves before its first step.
     """
@@ -414,7 +449,7 @@ logger = get_logger(__name__)
 
 
 class PredictionLoop:
-    """Loop that runs `predict_step` of a task over its loaders."""
+    """Loop that runs a task's `predict_step` on all batches of its loaders and collects the predictions."""
 
     def __init__(
         self,
@@ -434,9 +469,9 @@ class PredictionLoop:
         self._feed: Feed
 
     def run(self) -> list[Any]:
-        """Run the prediction. Returns the outputs in the order of the data.
+        """Run the prediction, and return the outputs of `predict_step` in the order of the data.
 
-        With one loader that is a list, with several a list per loader.
+        The outputs are a list, or a list per loader if there are several loaders.
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         if self._limit == 0:
@@ -494,11 +529,12 @@ class PredictionLoop:
                     hook(batch, feed.index)
                 output = self._step(batch, feed.index, *extra)
                 if output is None and self._keep:
-                    logger.warning_once("predict returned None for a batch: nothing is kept of it.")
+                    logger.warning_once("predict_step returned None for a batch. The batch has no prediction.")
                 for hook in on_end:
                     hook(output, feed.batch, feed.index)
                 trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)
                 if self._keep:
+                    # Copied to the CPU asynchronously, so that predictions neither stall nor fill the device.
                     outputs += leaving.add(output, partial(_real_rows, current.batch_info))
                 if feed.index + 1 >= limit:
                     break
@@ -508,6 +544,7 @@ class PredictionLoop:
         if not self._gather:
             return [each for each in outputs if each is not None]
         everyone = self._strategy.topology.select(self._gathered(outputs), rows=True)
+        # Batches are distributed over the ranks in turn, so taking one per rank restores the order of the data.
         longest = max(len(each) for each in everyone)
         return [
             each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None
@@ -518,14 +555,17 @@ class PredictionLoop:
             return gather_object([outputs])
         except DataError as error:
             raise DataError(
-                f"predict() returns the predictions of all processes, and those of {type(self._task).__name__} cannot "
-                f"be sent between them. Return tensors, or containers of them, from predict_step; or write them with "
-                f"a PredictionWriter and call predict(return_predictions=False). {error}"
+                f"predict() collects the predictions of all processes, but those of {type(self._task).__name__} cannot "
+                "be sent between processes. Return tensors or containers of tensors from predict_step, or write "
+                f"the predictions with a PredictionWriter and call predict(return_predictions=False). {error}"
             ) from error
 
 
 def _real_rows(info: BatchInfo | None, output: Any) -> Any:
-    """Remove the padding rows from an output. Returns None if all rows are padding."""
+    """Return a prediction without its padding rows, or None if all rows are padding.
+
+    Tensors whose first dimension is the number of rows are cut. Other values are returned unchanged.
+    """
     if info is None or not info.padding:
         return output
     if info.real_rows == 0:

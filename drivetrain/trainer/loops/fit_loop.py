@@ -27,7 +27,7 @@ FOREVER = float("inf")
 
 
 class FitLoop:
-    """Loop that runs training epochs until `RunControl` ends the run."""
+    """Loop that trains a task for several epochs, and runs the validations in between."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FitLoop:
 
     @property
     def is_resuming(self) -> bool:
-        """True if the next epoch starts from a checkpoint and has not begun yet."""
+        """True between the loading of a checkpoint and the start of the epoch that continues from it."""
         return self._restored is not None
 
     @property
@@ -73,11 +73,14 @@ class FitLoop:
 
     @property
     def validation_follows(self) -> bool:
-        """True if a validation follows the step that is about to end."""
+        """True if a validation runs directly after the optimizer step that is being finished.
+
+        `ModelCheckpoint` then waits for the validation's results before it saves.
+        """
         return self._schedule.follows_this_step
 
     def forget_loaders(self) -> None:
-        """Release the training and validation loaders in the engine, which ends their workers."""
+        """Release the prepared training and validation loaders at the end of `fit`, which also ends their workers."""
         self._trainer.accelerator.forget_loader(self.loader)
         if self._validation is not None:
             self._validation.forget()
@@ -86,7 +89,7 @@ class FitLoop:
         self._restored = saved
 
     def run(self) -> None:
-        """Run epochs until a limit, a request or a signal ends the run."""
+        """Run training epochs until a limit such as `max_epochs`, a stop request or a signal ends the run."""
         trainer, control = self._trainer, self._control
         control.start_clock()
         self._schedule.restart_clock()
@@ -110,7 +113,7 @@ class FitLoop:
             self._hooks.call("on_train_end")
 
     def run_epoch(self) -> None:
-        """Run one pass over the training data, or the rest of an epoch that a checkpoint interrupted."""
+        """Train for one pass over the training data, or for the rest of an epoch that a checkpoint interrupted."""
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self.batches
         is_again = self.is_resuming
         if not self._begin_epoch():
@@ -146,6 +149,7 @@ class FitLoop:
             windows.close()  # ends the loader's workers now, not when the generator is collected
             window.clear()
             self._timing.end_steps()
+            # Also after an exception: the last batch must not stay in memory while hooks handle the error.
             trainer.current.leave_epoch(progress.batches_in_epoch)
             trainer.logged.skips = False
         if progress.batches_in_epoch == 0 and not (skipped or control.preempted):
@@ -153,7 +157,10 @@ class FitLoop:
         self._end_epoch(finished)
 
     def _begin_epoch(self) -> bool:
-        """Prepare an epoch before its first batch. Returns False if a restored epoch has no batches left."""
+        """Prepare the next training epoch, and finish what a resumed checkpoint left open.
+
+        Returns False if the epoch has no batches left to train on.
+        """
         trainer, progress = self._trainer, self._progress
         saved, self._restored = self._restored, None
         if self.batches.reload():
@@ -196,7 +203,6 @@ class FitLoop:
     # Between two steps
 
     def _run_due(self) -> None:
-        """Run the actions that are due after a step: timing, logging, the exchange between ranks and validation."""
         progress = self._progress
         if progress.total_batches >= self._next_turn:
             self._next_turn = self._timing.turn(progress.total_batches)
@@ -209,7 +215,10 @@ class FitLoop:
         self._plan_due()
 
     def _plan(self) -> None:
-        """Compute the next optimizer step and the next batch after which work beside training is due."""
+        """Compute when to write logged values and when to exchange stop requests next.
+
+        A training step then needs only cheap comparisons to see whether anything is due.
+        """
         trainer, control = self._trainer, self._control
         trainer.tracker_log.plan()
         most = trainer.max_steps
@@ -222,7 +231,6 @@ class FitLoop:
         self._plan_due()
 
     def _plan_due(self) -> None:
-        """Compute the number of batches after which the next action of any kind is due."""
         progress = self._progress
         until_validation = self._next_validation - progress.batches_in_epoch
         # With manual optimization, one batch may take any number of optimizer steps.
@@ -232,10 +240,11 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Write the logged values that are due, and check if the run must stop or validate."""
+        """Write logged values that are due, exchange stop requests between ranks, and check the run's limits."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
+            # Optimizers create their state in the first step, so an earlier check would see none.
             check_optimizer_states(trainer)
             check_saved_states(trainer)
         if self._progress.global_step >= trainer.tracker_log.next_step:
@@ -278,12 +287,14 @@ class FitLoop:
             self._agree()
 
     def validate_within_epoch(self) -> None:
-        """Validate between two steps. Skipped if the last batch is already validated or the epoch has no validation."""
+        """Run a validation in the middle of an epoch, unless one has already run since the last batch.
+
+        Does nothing in epochs without a validation.
+        """
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
             self._validate()
 
     def _agree(self) -> None:
-        """Exchange stop requests between the ranks, which all call this at one point of the run."""
         with self._timing.span(SYNC):
             self._control.agree(self._trainer.saves)
         self._plan()
@@ -319,11 +330,11 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Return True if the last batch of the epoch is done. Called if the run stops within an epoch."""
+        """Return True if a stop request comes after the last batch of the epoch. Subclasses may act before the stop."""
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call the `on_train_epoch_start` hooks of the task and the callbacks.
+        """Call the `on_train_epoch_start` hooks of the callbacks and the task.
 
         Args:
             is_again: True if a resumed run already called the hooks for this epoch before its checkpoint.

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """Progress within an epoch. An epoch passes through the members in the order of their values.
+    """Phases of a training epoch, in the order in which every epoch passes through them.
+
+    Saved in checkpoints, so that a resumed run knows which parts of the epoch are left.
 
     Attributes:
         BATCHES: Batches are left to train on.
@@ -44,7 +46,7 @@ class Phase(IntEnum):
 
 @dataclass
 class Progress:
-    """Counters of a run, saved in its checkpoints.
+    """Counters of a training run, such as its steps and epochs. They are saved in checkpoints.
 
     Attributes:
         global_step: Number of optimizer steps taken.
@@ -79,7 +81,7 @@ class Progress:
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """Return the number of optimizer steps, epochs, samples or tokens of the run so far."""
+        """Return the number of optimizer steps, epochs, samples or tokens that the run has completed so far."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
@@ -87,7 +89,7 @@ class Progress:
         setattr(self, _COUNTED[unit], 0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Reset the counters of the epoch, before its first batch."""
+        """Set the index of the current epoch, and reset the counters that belong to a single epoch."""
         self.epoch = epoch
         self.batches_in_epoch = 0
         self.phase = Phase.BATCHES
@@ -107,7 +109,7 @@ _COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase"
 
 
 def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
-    """Return the phase for a checkpoint of an older version, which stored three booleans."""
+    """Return the epoch's phase from the state of an older checkpoint, which stored it as three booleans."""
     if state.get("epoch_is_ending"):
         return Phase.CLOSING
     if state.get("batches_are_done"):
@@ -120,7 +122,7 @@ def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
 
 @dataclass(slots=True, eq=False)
 class CurrentRun:
-    """Position of a run: the current stage, its batch and the lengths of its loaders. Only the loops write it.
+    """Current position of a run: its stage, its batch, and the lengths of its loaders. Written only by the loops.
 
     Attributes:
         stage: The current stage, or None between two runs.
@@ -147,7 +149,11 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return the numbers of batches per epoch, per evaluation loader and of the last epoch."""
+        """Return the lengths of training epochs and evaluation loaders, to be copied to a Trainer in another process.
+
+        Returns:
+            The batches per training epoch, those per evaluation loader, and those of the last training epoch.
+        """
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
@@ -157,18 +163,25 @@ class CurrentRun:
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Clear the current training batch, and store how many batches the epoch started and finished."""
+        """Clear the current batch after a training epoch, and record how many batches the epoch started and finished.
+
+        Args:
+            finished: Number of finished batches.
+        """
         self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
         self.leave_batch()
 
     def leave_stage(self) -> None:
-        """Clear the stage and its batch at the end of a run."""
+        """Clear the current stage and batch when a run ends."""
         self.leave_batch()
         self.stage, self.sanity_checking = None, False
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Set another stage for the `with` block, then restore the previous stage and batch."""
+        """Set another stage for the `with` block, then restore the previous stage and batch.
+
+        Used for a validation within training.
+        """
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -176,7 +189,10 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore every attribute except `loaders` after the `with` block."""
+        """Restore all attributes of the current position after the `with` block, except the user's loaders.
+
+        Used around the trial runs of the tuner, which must not change the position of the Trainer.
+        """
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
         try:
@@ -186,7 +202,7 @@ class CurrentRun:
                 setattr(self, name, value)
 
     def find_batch_size(self) -> int:
-        """Return the number of rows in the current batch, without padding."""
+        """Return the number of rows in the current batch, not counting padding rows."""
         info = self.batch_info
         if info is not None and info.rows is not None:
             return info.rows - info.padding
@@ -200,9 +216,20 @@ FOREVER = float("inf")
 
 
 def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration:
-    """Convert a duration that is a fraction of the run to steps, samples, tokens or seconds.
+    """Convert a duration given as a fraction of the run to an absolute one, such as a number of steps.
 
-    Other durations are returned unchanged. Raises `ConfigurationError` if the run has no known end.
+    Other durations are returned unchanged.
+
+    Args:
+        trainer: Trainer whose limits define the length of the run.
+        duration: Duration to convert.
+        name: Name of the setting, for error messages.
+
+    Returns:
+        A duration in the unit of `max_duration` if that is set, else in steps, else in seconds.
+
+    Raises:
+        ConfigurationError: The run has no known end.
     """
     if duration.unit is not Unit.RUN:
         return duration
@@ -214,13 +241,13 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
     if trainer.max_time is not None:
         return duration.part_of(Duration(trainer.max_time.total_seconds(), Unit.SECONDS))
     raise ConfigurationError(
-        f"{name} is {duration}, but how long that is is not known. Give the Trainer an end (max_duration, max_epochs, "
-        "max_steps or max_time), or a duration in steps, samples or seconds.",
+        f"{name} is {duration}, but the length of the run is unknown. Set max_duration, max_epochs, max_steps or "
+        f"max_time on the Trainer, or give {name} in steps, samples or seconds.",
     )
 
 
 def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration | None:
-    """Return the Trainer's `val_check_interval`, with fractions of the run converted to a count or a time."""
+    """Return the Trainer's `val_check_interval`, with a fraction of the run converted to an absolute count or time."""
     interval = trainer.val_check_interval
     if not isinstance(interval, Duration):
         return interval
@@ -229,18 +256,25 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """Return a counter of samples or tokens for each of these units that a setting of the run uses."""
+    """Create the counters of training samples and tokens that the run needs.
+
+    A unit is counted only if a setting such as `max_duration` uses it.
+
+    Raises:
+        ConfigurationError: A resumed run did not count this unit from its start.
+    """
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
     kinds: tuple[tuple[Unit, type[_Samples | _Tokens]], ...] = ((Unit.SAMPLES, _Samples), (Unit.TOKENS, _Tokens))
     for unit, kind in kinds:
         if unit not in units:
+            # A count that is not continued would be wrong if a later run resumed it.
             progress.forget(unit)
         elif progress.total_batches and not progress.count(unit):
             raise ConfigurationError(
-                f"Something of this run is measured in {unit}, but its first {progress.global_step} steps have not "
-                f"counted any: nothing was measured in {unit} then. Measure in steps, epochs or time.",
+                f"A setting of this run is in {unit}, but the run that it resumes did not count {unit} in its first "
+                f"{progress.global_step} steps. Give the setting in steps, epochs or time instead.",
             )
         else:
             found.append(kind(trainer, task))
@@ -248,7 +282,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """Return the units of all durations among the settings of the Trainer, its schedulers and callbacks."""
+    """Return the units of all durations in the settings of the Trainer, its schedulers and its callbacks."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
@@ -262,7 +296,10 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Estimator of the samples and tokens of a step before it runs. Also detects the last step of an epoch."""
+    """Estimator of how many samples and tokens a training step will process, before the step runs.
+
+    Callbacks with a schedule in samples or tokens need the numbers in advance. Also detects the last step of an epoch.
+    """
 
     def __init__(self, trainer: Trainer, units: Sequence[Unit]) -> None:
         self._current, self._progress = trainer.current, trainer.progress
@@ -273,17 +310,28 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """Return an estimator, or None if no setting of the run is in epochs, samples, tokens or a share of the run."""
+        """Create an estimator for a run. Returns None if no setting of the run needs the estimates.
+
+        Settings in epochs, samples, tokens or fractions of the run need them.
+        """
         units = _units_in_use(trainer)
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
     def begin(self, window: Sequence[PendingBatch]) -> None:
-        """Estimate the samples and tokens of the step that is about to run on the micro-batches in `window`."""
+        """Estimate the samples and tokens of the optimizer step that is about to run.
+
+        Stores the estimates in `CurrentRun.ahead`, and whether the step ends its epoch in `CurrentRun.closes_epoch`.
+
+        Args:
+            window: Micro-batches of the step.
+        """
         current, last = self._current, window[-1]
+        # The second condition holds if a limit such as `limit_train_batches` cuts the epoch short.
         current.closes_epoch = last.info.last or last.batch_idx + 1 >= current.training_batches
         for unit in self._units:
             count = self._progress.count(unit)
+            # The best guess for tokens is the number in the step before.
             if count > self._before[unit]:
                 current.ahead[unit] = count - self._before[unit]
             self._before[unit] = count
@@ -293,7 +341,7 @@ class Foresight:
 
 
 class _Samples:
-    """Counter of training samples, without the padding rows of the last batch.
+    """Counter of the training samples that all ranks have processed, without padding rows.
 
     Attributes:
         note: None, since this counter does not read the batches themselves.
@@ -307,7 +355,13 @@ class _Samples:
         self._copies = trainer.world_size // trainer.strategy.topology.data_shard.count
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Add the samples of an accumulation window. Runs an all-reduce if a rank knows only its own rows."""
+        """Add the samples of one optimizer step to the progress of the run.
+
+        Runs an all-reduce if this rank knows only its own number of rows.
+
+        Args:
+            window: Micro-batches of the step.
+        """
         known = sum(micro_batch.info.global_rows or 0 for micro_batch in window)
         unknown = [micro_batch.info for micro_batch in window if micro_batch.info.global_rows is None]
         self._progress.samples += known + (self._exchanged(unknown) if unknown else 0)
@@ -318,14 +372,14 @@ class _Samples:
         total, missing = reduce(torch.tensor([own, None in rows]), "sum").tolist()
         if missing:
             raise DataError(
-                "Samples cannot be counted: how many rows a batch has is not known here (a custom type of batch, or a "
-                "combination of loaders with batches of different sizes). Measure in steps, epochs or time."
+                "Samples cannot be counted, because the number of rows of a batch is unknown. The batch has a custom "
+                "type, or combines loaders with different batch sizes. Give settings in steps, epochs or time instead."
             )
         return int(total) // self._copies
 
 
 class _Tokens:
-    """Counter of training tokens, from the task's `num_tokens(batch)` or from the weights of the losses."""
+    """Counter of training tokens. Uses the task's `num_tokens(batch)` if defined, else the weights of its losses."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task, self._progress = task, trainer.progress
@@ -335,7 +389,11 @@ class _Tokens:
         self._weights.total = None
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Add the tokens of an accumulation window over all ranks."""
+        """Add the tokens that all ranks processed in one optimizer step to the progress of the run.
+
+        Args:
+            window: Micro-batches of the step.
+        """
         if self._num_tokens is None:
             self._progress.tokens += self._weighed()
             return
@@ -343,11 +401,12 @@ class _Tokens:
             if not each.is_released:
                 self.note(each)
         own = sum(int(each.tokens) for each in window)  # type: ignore[misc, arg-type]
+        # `Topology.sum` counts ranks with the same batches only once.
         total = torch.tensor(own, device=self._topology.device)
         self._progress.tokens += int(self._topology.sum(total))
 
     def note(self, micro_batch: PendingBatch) -> None:
-        """Store the number of tokens of a micro-batch, before its batch is released."""
+        """Count the tokens of a micro-batch while its data is still in memory, and store the number for `count`."""
         if self._num_tokens is not None:
             info = micro_batch.info
             is_real = not info.is_padding
@@ -356,8 +415,8 @@ class _Tokens:
     def _weighed(self) -> int:
         if self._weights.in_use is False:
             raise ConfigurationError(
-                f"This run is measured in tokens, but {type(self._task).__name__} gives no number of them. "
-                "Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
+                f"A setting of this run is in tokens, but {type(self._task).__name__} does not tell how many tokens a "
+                "batch has. Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
                 "training_step.",
             )
         total, self._weights.total = self._weights.total, None

@@ -1,4 +1,4 @@
-"""Control of a run: signals, limits, requests to stop, rollbacks and the schedule of validation."""
+"""Control of a training run: its limits, stop requests and signals, rollbacks, and the schedule of validations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 @dataclass(eq=False)
 class Interruption:
-    """Handler of signals during a run. Ctrl-C ends the run after the current step, a second Ctrl-C ends it at once.
+    """Signal handler for training. Ctrl-C ends the run after the current step, and a second Ctrl-C ends it at once.
 
     SIGTERM and SIGUSR1 preempt the run. It saves a checkpoint after the current step and exits with a code that
     requests a restart. Schedulers send SIGTERM before they kill a job, SLURM sends SIGUSR1 with `--signal`.
@@ -70,7 +70,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Install the signal handlers for the `with` block, then restore the previous ones.
+        """Handle Ctrl-C, SIGTERM and SIGUSR1 during the `with` block, then restore the previous signal handlers.
 
         Does nothing outside the main thread. Signals for which the user installed a handler keep it.
         """
@@ -103,7 +103,7 @@ class Interruption:
 
     @contextmanager
     def _native_code_watched(self) -> Iterator[None]:
-        """End the process at a second Ctrl-C even if the main thread is stuck in native code.
+        """Ensure that a second Ctrl-C ends the process even if the main thread is stuck in native code.
 
         Python runs a signal handler only between two bytecodes, and may merge several signals into one call. The
         C-level handler writes each signal's number to a pipe at once, and a thread reads the pipe.
@@ -136,16 +136,16 @@ class Interruption:
         while _END not in (numbers := os.read(reader, 64)):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
-                print_text("Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr)
+                print_text("Interrupted twice: the run ended within a step. Nothing was saved.", file=sys.stderr)
                 os._exit(128 + signal.SIGINT)
 
 
 class EvaluationEnded(Exception):
-    """Error that ends an evaluation within `fit` early, after a signal."""
+    """Exception that ends a validation within `fit` early, because a signal arrived."""
 
 
 class EvaluationWatch:
-    """Watcher that ends an evaluation within `fit` after a signal, after an equal number of batches on all ranks.
+    """Watcher that ends a validation within `fit` after a signal, at the same batch on all ranks.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -157,18 +157,32 @@ class EvaluationWatch:
         self._batches, self._next = 0, 1
 
     def count_batch(self) -> None:
-        """Count an evaluated batch. Raises `EvaluationEnded` if the evaluation ends after it."""
+        """Count an evaluated batch, and exchange signals with the other ranks if an exchange is due.
+
+        Raises:
+            EvaluationEnded: A signal has arrived on any rank.
+        """
         self._batches += 1
         if self._world_size == 1 or self._batches >= self._next:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Take part in the exchanges of the other ranks until all have evaluated their last batch."""
+        """Wait until all ranks have evaluated their last batch, so that the ranks continue together.
+
+        Takes part in the signal exchanges of the slower ranks until then.
+
+        Raises:
+            EvaluationEnded: A signal has arrived on any rank.
+        """
         while not self._exchange(ended=True):
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Exchange signals between ranks. Returns True if all ranks have evaluated their last batch."""
+        """Exchange signals between the ranks. Returns True if all of them have evaluated their last batch.
+
+        Raises:
+            EvaluationEnded: A signal has arrived on any rank.
+        """
         signals = self._signals
         everyone: list[tuple[bool, int, bool, bool]]
         per_batch = (time.monotonic() - self._began) / max(1, self._batches)
@@ -191,12 +205,12 @@ _pipes: set[int] = set()  # write ends of the signal pipes of this process's run
 
 @cache
 def _watch_forks() -> None:
-    """Register a hook that detaches forked children from the signal pipes. Python cannot unregister it."""
+    # Cached, so it is registered once per process: Python cannot unregister it.
     os.register_at_fork(after_in_child=_leave_pipes)
 
 
 def _leave_pipes() -> None:
-    """Detach a forked child from its parent's signal pipe. Data loader workers receive Ctrl-C too."""
+    # A forked data loader worker receives Ctrl-C too, and would write it to its parent's pipe.
     if _pipes:
         signal.set_wakeup_fd(-1)
         _pipes.clear()
@@ -214,7 +228,7 @@ _RESUMED = "the run that it resumes had been stopped by a callback"
 
 
 class StopReason(str, Enum):
-    """Reason why a run ended.
+    """Reason why a training run ended, such as `StopReason.MAX_EPOCHS`.
 
     Attributes:
         MAX_EPOCHS: The run trained for `max_epochs`.
@@ -245,7 +259,7 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """Result of a run, for a Trainer in another process.
+    """Outcome of a run, which a spawned training process sends to the Trainer that started it.
 
     Attributes:
         reason: Reason why the run ended, or None if none has ended.
@@ -261,7 +275,7 @@ class Ending(NamedTuple):
 
 
 class RunControl:
-    """Control of when a run stops and which checkpoint it rolls back to.
+    """Controller that decides when a training run stops, and to which checkpoint it rolls back.
 
     Attributes:
         options: Options of the Trainer, with the limits of the run.
@@ -293,7 +307,7 @@ class RunControl:
         self._has_declined = False
 
     def begin(self) -> None:
-        """Reset all requests, signals and reasons before a run."""
+        """Clear all stop requests, signals and rollbacks of the previous run, before a new run begins."""
         self.stop_requested = self.stop_agreed = False
         self.rollback_path = None
         self.batches_to_skip.clear()
@@ -312,9 +326,9 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the requests to stop or roll back after the `with` block.
+        """Run the `with` block without pending stop or rollback requests, then restore these requests.
 
-        A signal during the block still ends the run.
+        Used around the trial runs of the tuner. A signal during the block still ends the run.
         """
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
@@ -345,38 +359,48 @@ class RunControl:
 
     @property
     def ends_to_be_resumed(self) -> bool:
-        """True if a signal ends the run, which then saves a checkpoint to be resumed."""
+        """True if Ctrl-C, SIGTERM or SIGUSR1 ends the run, which then saves a checkpoint to resume from."""
         return self.interrupted or self.preempted
 
     @property
     def signal(self) -> StopReason:
-        """Kind of signal that ended the run. A preemption takes precedence over Ctrl-C."""
+        """Stop reason for the signal that ended the run: `PREEMPTED` or `INTERRUPTED`.
+
+        `PREEMPTED` takes precedence if both signals arrived.
+        """
         return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
 
     @property
     def stops_for_good(self) -> bool:
-        """True if a callback stopped the run, so that a resumed run stays stopped too."""
+        """True if a callback such as `EarlyStopping` ended training, so that a resumed run stays stopped too."""
         return self.stop_requested and self._stops_for_good and not self.ends_to_be_resumed
 
     @property
     def stops_by_request(self) -> bool:
-        """True if a callback or `max_time` stops the run, rather than a count or a signal."""
+        """True if the run stops because of a callback or `max_time`, rather than a limit of steps or a signal."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Request that all ranks stop after this step, but not before `min_epochs` and `min_steps`.
+        """Request a stop of training after the current step, but not before `min_epochs` and `min_steps`.
 
-        `by` is the reason in words and `asker` a key for `withdraw_request`. With `for_good`, a resumed run stays
-        stopped.
+        The request of one rank stops all ranks.
+
+        Args:
+            by: Reason for the stop in words.
+            asker: Key with which `withdraw_request` can withdraw the request.
+            for_good: True if a run that is resumed later stays stopped.
         """
         self.stop_requested = True
         self._requested_by = self._requests[asker] = by
         self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_request(self, asker: str) -> None:
-        """Withdraw the stop request with the key `asker`. Other requests and limits remain.
+        """Withdraw one stop request. Other requests and the limits of the run still apply.
 
         All ranks must call this at one point of the run.
+
+        Args:
+            asker: Key that was given to `request_stop`.
         """
         if self._requests.pop(asker, None) is None:
             return
@@ -393,7 +417,7 @@ class RunControl:
         self._requests.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stop requests for a checkpoint. Runs a collective.
+        """Return the stop requests of all ranks, to be saved in a checkpoint. Runs a collective.
 
         A run that ended by a signal or a limit may continue after a resume, so these are left out.
         """
@@ -403,7 +427,12 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Restore the stop requests of a checkpoint."""
+        """Replace the current stop requests by those from a checkpoint.
+
+        Args:
+            stopped: True if a callback had stopped the saved run for good.
+            askers: Keys of the stop requests.
+        """
         self.withdraw_stop()
         if stopped:
             for asker in askers or [""]:
@@ -427,7 +456,7 @@ class RunControl:
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Reset a callback that was last used by another Trainer, before `fit`."""
+        """Prepare a callback for `fit`. If another Trainer has used the callback before, reset the callback's state."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -440,7 +469,12 @@ class RunControl:
     # Rollback
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]]) -> None:
-        """Request a return to the checkpoint at `path` after this step, and skip the given batches then."""
+        """Request a return to an earlier checkpoint after the current training step.
+
+        Args:
+            path: Path of the checkpoint.
+            skip_batches: Pairs of epoch and batch index to skip after the rollback.
+        """
         self.rollback_path = path
         self.skip_batches(skip_batches)
 
@@ -448,7 +482,7 @@ class RunControl:
         self.batches_to_skip.update(batches)
 
     def record_rollback(self) -> None:
-        """Clear the rollback request and all stop requests, once the checkpoint is restored."""
+        """Clear the rollback request and all stop requests, once training has returned to the checkpoint."""
         self.rollback_path = None
         self.withdraw_stop()
 
@@ -456,22 +490,32 @@ class RunControl:
 
     @property
     def watches_peers_or_clock(self) -> bool:
-        """True if another rank or the clock can stop the run between two validations."""
+        """True if training must check regularly for stop requests of other ranks or for `max_time`."""
         return self._world_size > 1 or self.options.max_time is not None
 
     @property
     def next_exchange(self) -> float:
-        """Number of batches after which the ranks exchange stop requests again."""
+        """Number of batches in the run after which the ranks exchange their stop requests again."""
         return self._stops.next_batch
 
     def start_epoch(self) -> None:
-        """Schedule the first exchange of the epoch after its first batch."""
+        """Schedule an exchange of stop requests between the ranks after the first batch of the new epoch."""
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange stop requests with all ranks. All ranks must call this after an equal number of batches.
+        """Exchange stop requests and signals between all ranks, so that all ranks stop if any rank must stop.
 
-        Each flag in `wishes` is combined over ranks by "or". Returns the combined flags.
+        All ranks must call this after an equal number of batches.
+
+        Args:
+            saves: Queue of background saves. If a save has failed on any rank, all ranks raise.
+            wishes: Further flags to combine over ranks by "or".
+
+        Returns:
+            The combined flags of `wishes`.
+
+        Raises:
+            CheckpointError: A background save has failed on any rank.
         """
         # A failed save is exchanged too: if one rank raised alone, the others would hang in their next collective.
         lost = saves is not None and saves.has_lost
@@ -495,7 +539,7 @@ class RunControl:
         return tuple(others)
 
     def watch_evaluation(self) -> EvaluationWatch:
-        """Return a watcher that ends an evaluation within `fit` after a signal."""
+        """Return a new watcher that ends a validation within `fit` on all ranks if a signal arrives."""
         return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
 
     def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
@@ -504,20 +548,33 @@ class RunControl:
         self.stop_requested = self.stop_agreed = True
 
     def check_counts(self) -> None:
-        """Stop the run if `max_steps` or `max_duration` is reached. Needs no exchange, since all ranks count alike."""
+        """Request a stop if `max_steps` or `max_duration` is reached.
+
+        No exchange between ranks is needed, since all of them count alike.
+        """
         if self._has_max_steps or self._has_max_duration:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Return True if all ranks agreed to stop, and `min_epochs` and `min_steps` are reached."""
+        """Return True if a requested stop may take effect: all ranks agreed, and the required minimum is trained.
+
+        The minimum is `min_epochs` and `min_steps`. A signal or a limit such as `max_steps` overrides it.
+
+        Args:
+            epoch_length: Number of batches per epoch.
+        """
         if self._world_size > 1 and not self.stop_agreed:
             return False
+        # The maximum wins over `min_epochs` and `min_steps`, as a signal does.
         limited = self._has_max_steps or self._has_max_duration
         return bool(self._forced) or limited or self._minimum_reached(epoch_length)
 
     @property
     def share_of_duration(self) -> float:
-        """Fraction of `max_time` or `max_duration` that has passed, from 0 to 1. 0 without such a limit."""
+        """Fraction of `max_time` or `max_duration` that has passed, from 0 to 1, for the progress bar.
+
+        It is 0 if neither limit is set.
+        """
         options = self.options
         shares = [0.0]
         if options.max_time is not None and options.max_time:
@@ -527,7 +584,12 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if no epoch is left to run, and record the reason. `epoch_length` is in batches."""
+        """Return True if training must not begin another epoch, and record the reason.
+
+        Args:
+            epoch_length: Number of batches per epoch.
+            is_resuming: True if the next epoch continues a checkpoint.
+        """
         options, progress = self.options, self._progress
         if self._forced:
             return True  # `finish` records the reason, once all signals are known
@@ -552,7 +614,13 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record the reason why the run ended, after its last epoch."""
+        """Record the final reason why training ended, once no epoch is left to run.
+
+        A signal or `max_time` takes precedence over other reasons.
+
+        Args:
+            trained: True if at least one epoch has begun.
+        """
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
         elif self.interrupted:
@@ -581,20 +649,24 @@ class RunControl:
         return limit is not None and time.monotonic() - self._started >= limit.total_seconds()
 
     def _on_signal(self) -> None:
-        """Stop after this step in a single-process run. Several ranks stop at their next exchange."""
         if self._world_size == 1:
+            # Several ranks must stop after the same step, so they wait for their next exchange.
             self._end_by_signal(self._signals.requested, self._signals.preempted)
 
 
 def calling_function() -> str:
-    """Return the name of the function that assigned an attribute. To be called from the attribute's setter."""
+    """Return the name of the function that assigns an attribute, for messages such as "should_stop was set in …".
+
+    Must be called directly from the attribute's setter.
+    """
+    # Frame 1 is the setter that calls this function, frame 2 the code that assigns the attribute.
     code = sys._getframe(2).f_code
     return str(getattr(code, "co_qualname", code.co_name)).rsplit("<locals>.", 1)[-1]
 
 
 @dataclass(eq=False)
 class StopExchange:
-    """Exchange of stop requests, so that all ranks stop after the same optimizer step.
+    """Regular exchange of stop requests between ranks, so that all ranks stop after the same optimizer step.
 
     With one rank, a request holds at once and only the clock is read from time to time. With several ranks, an
     exchange takes place about once per second. Rank 0 computes after how many batches the next one follows, so a step
@@ -602,6 +674,7 @@ class StopExchange:
 
     Attributes:
         world_size: Number of ranks.
+        next_batch: Number of batches after which the next exchange takes place.
     """
 
     world_size: int
@@ -610,14 +683,26 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Schedule the next exchange for the batch after `batches`."""
+        """Schedule the next exchange of stop requests after one more batch.
+
+        Args:
+            batches: Number of batches that the run has processed so far.
+        """
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Combine the flags `wishes` over all ranks by "or". All ranks must call this at an equal `batches`.
+        """Combine the stop requests of all ranks: a flag that is True on any rank becomes True on every rank.
 
-        Returns the combined flags and the first reason that any rank gave.
+        All ranks must call this at an equal number of batches. With several ranks, it runs a collective.
+
+        Args:
+            batches: Number of batches that the run has processed so far.
+            wishes: This rank's flags.
+            by: This rank's reason for a stop in words, or "".
+
+        Returns:
+            The combined flags, and the first reason that any rank gave.
         """
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
@@ -635,12 +720,15 @@ class StopExchange:
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a failed background save. All ranks call this once one of them has reported the failure."""
+    """Raise the error of a checkpoint save that failed in the background.
+
+    All ranks call this together, once one of them has reported the failure.
+    """
     if saves is not None:
         saves.finish()  # raises the error if this rank has it
     raise CheckpointError(
-        "A checkpoint could not be written in the background. Another process has raised why; this one has raised it "
-        "before, or did not take part."
+        "A checkpoint could not be written in the background. See the error of another process, or an earlier one of "
+        "this process, for the cause."
     )
 
 
@@ -663,7 +751,7 @@ def print_first_line(trainer: Trainer, task: Task) -> None:
 
 
 def first_line(trainer: Trainer, task: Task) -> str:
-    """Return a line with the task, the processes, the strategy, the precision and the number of parameters."""
+    """Return the line that `fit` prints first: task, processes, strategy, precision and number of parameters."""
     count = trainer.world_size
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
@@ -677,7 +765,7 @@ def first_line(trainer: Trainer, task: Task) -> str:
 
 
 def last_line(trainer: Trainer) -> str:
-    """Return a line that states how a `fit` ended, its checkpoint and how to resume it. For rank 0."""
+    """Return the line that `fit` prints last: how the run ended, its checkpoint, and how to resume it."""
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
     taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
@@ -698,7 +786,7 @@ def last_line(trainer: Trainer) -> str:
 
 
 def newest_checkpoint(trainer: Trainer) -> str:
-    """Return the path of the newest checkpoint that the callbacks of this run wrote, or "" if there is none."""
+    """Return the path of the newest checkpoint of the run's checkpoint callbacks, or "" if none was saved."""
     return next((each.newest_model_path for each in trainer.checkpoint_callbacks if each.newest_model_path), "")
 
 
@@ -709,7 +797,7 @@ FOREVER = float("inf")
 
 
 class ValidationSchedule:
-    """Schedule of the validations within `fit`: by batches, steps, samples, tokens, time or epochs.
+    """Schedule that decides when `fit` validates: after batches, steps, samples, tokens, a time or epochs.
 
     Args:
         progress: Counters of the run.
@@ -736,11 +824,18 @@ class ValidationSchedule:
 
     @property
     def follows_a_clock(self) -> bool:
-        """True if the interval between validations is a time."""
+        """True if `val_check_interval` is a time, rather than a number of batches, steps, samples or tokens."""
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Convert the interval to batches, for an epoch of `batches` batches."""
+        """Set the length of a training epoch, and convert `val_check_interval` to a number of batches.
+
+        Args:
+            batches: Number of training batches per epoch, or infinity if unknown.
+
+        Raises:
+            ConfigurationError: The interval does not fit an epoch of this length.
+        """
         self._limit = batches
         self._every, self._after = FOREVER, None
         if not self._exists:
@@ -752,7 +847,7 @@ class ValidationSchedule:
             if math.isinf(batches):
                 raise ConfigurationError(
                     f"val_check_interval={interval} is a fraction, but the training loader's length is not known. "
-                    "Give a whole number of batches.",
+                    "Use a whole number of batches.",
                 )
             self._every = max(1, int(batches * interval))
         elif isinstance(interval, int):
@@ -767,11 +862,17 @@ class ValidationSchedule:
         self._validated_at = time.monotonic()
 
     def record_due(self) -> None:
-        """Record that a validation by time begins, so that a run resumed within it repeats it."""
+        """Record that a validation is due after this batch because its time has come.
+
+        A run that is resumed from a checkpoint within the validation then repeats it.
+        """
         self._progress.due_at = self._progress.total_batches
 
     def record_validation(self) -> None:
-        """Count a validation, before its last hooks run. Checkpoints that they save include it."""
+        """Record that a validation has run after the current batch.
+
+        Called before the validation's last hooks, so that the checkpoints that they save include it.
+        """
         self._progress.validations += 1
         self._progress.validated_at = self._progress.total_batches
         if self._counted is not None:
@@ -785,24 +886,24 @@ class ValidationSchedule:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the time since the last validation exceeds the interval, by the clock of this rank."""
+        """True if the time in `val_check_interval` has passed since the last validation, by this rank's clock."""
         return self._after is not None and time.monotonic() - self._validated_at >= self._after.total_seconds()
 
     @property
     def is_due(self) -> bool:
-        """True if a validation is due after the batch that `next_batch` returned."""
+        """True if a validation must run now. Valid once the epoch has reached the batch count from `next_batch`."""
         return self._counted is None or self.is_pending
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """True if a validation is due at the end of the current epoch and none is due within the epoch."""
+        """True if the current epoch must still be validated once, when it ends."""
         if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
             return False
         return self._after is None and self._every == FOREVER and self._epochs is not None
 
     @property
     def is_pending(self) -> bool:
-        """True if a validation is due before the next batch.
+        """True if a validation within the epoch is due and must run before the next training batch.
 
         After a resume that means that the checkpoint was saved between a batch and its validation.
         """
@@ -818,21 +919,22 @@ class ValidationSchedule:
             return False
         done, last = progress.total_batches, max(progress.validated_at, 0)
         if self._epochs is not None:
+            # Without `check_val_every_n_epoch`, batches are counted across epochs. With it, from the epoch's start.
             before = done - progress.batches_in_epoch
             done, last = done - before, max(last - before, 0)
         return done >= (last // every + 1) * every
 
     @property
     def follows_this_step(self) -> bool:
-        """True if a validation follows the step that is about to end."""
+        """True if a validation runs directly after the optimizer step that is being finished."""
         if self.is_at_epoch_end and self._progress.batches_in_epoch >= self._limit:
             return True
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return the number of batches in this epoch after which to validate next.
+        """Return after how many batches of the current epoch the next validation may be due.
 
-        Infinity if no validation by batches is due in this epoch.
+        Returns infinity if no validation by a number of batches is due in this epoch.
         """
         every, done = self._every, self._progress.batches_in_epoch
         if self._counted is not None and self._exists:
@@ -849,7 +951,7 @@ class ValidationSchedule:
 
 @dataclass(eq=False)
 class Finiteness:
-    """Check of the logged values and the weights for NaN and infinity.
+    """Check that warns about logged values or weights that are NaN or infinite.
 
     Reads only values that are transferred to the CPU anyway, and the weights at the end of an epoch.
 
@@ -863,33 +965,43 @@ class Finiteness:
     _weights_are_finite: bool = True  # equal on all ranks, since it decides who calls the collective
 
     def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
-        """Warn once if a value that is about to be written is NaN or infinite."""
+        """Warn, once per run, if a logged value is NaN or infinite.
+
+        Args:
+            values: Pairs of name and number.
+            when: Time of the value in words, such as "at step 100".
+        """
         if self.is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
             if found is not None:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
 
     def check_weights(self, task: Task, when: str) -> None:
-        """Warn once if a weight on any rank is NaN or infinite. Runs a collective."""
+        """Warn, once per run, if a weight of the task is NaN or infinite on any rank. Runs a collective.
+
+        Args:
+            task: Task whose weights are checked.
+            when: Time of the check in words, such as "after epoch 3".
+        """
         if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
         if found is not None:
             self._weights_are_finite = False
-            self._record(f"The weight {found!r} is not finite {when}, so a loss was not either.")
+            self._record(f"The weight {found!r} is not finite {when}: it contains NaN or infinity.")
 
     def _record(self, what: str) -> None:
         if self.is_finite:
             logger.warning(
-                f"{what} Training continues, and its checkpoints hold such weights. NaNGuard among the callbacks stops "
-                "such a run, leaves such steps out, or returns to a checkpoint; Trainer(detect_anomaly=True) names the "
-                "operation."
+                f"{what} Training continues, and its checkpoints may contain such weights. To stop such a run, skip "
+                "such steps or return to a checkpoint, add the callback NaNGuard. To find the operation that causes "
+                "it, use Trainer(detect_anomaly=True)."
             )
         self.is_finite = False
 
 
 class EpochHealth:
-    """Check after each epoch for missing optimizer steps and for weights that are not finite."""
+    """Check at the end of each training epoch that the optimizer has stepped and that all weights are finite."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._trainer, self._task = trainer, task
@@ -900,7 +1012,7 @@ class EpochHealth:
         self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
 
     def end_epoch(self) -> None:
-        """Warn if the epoch took no optimizer step, or if a weight is not finite. Runs a collective."""
+        """Warn if the epoch took no optimizer step or left a weight that is NaN or infinite. Runs a collective."""
         trainer = self._trainer
         if trainer.barebones:
             return
@@ -913,15 +1025,14 @@ class EpochHealth:
     def _explain(self) -> str:
         step = f"{type(self._task).__name__}.training_step"
         if not self._task.automatic_optimization:
-            return f"automatic_optimization is False, and {step} stepped no optimizer."
+            return f"automatic_optimization is False, but {step} called no optimizer's step()."
         explained = f"{step} returned None for every batch"
         if overrides(self._trainer.accelerator.precision, "scale") or self._trainer.hooks.find("on_gradients_ready"):
-            explained += ", or every step was left out: gradients overflowed, or a callback asked for it"
+            explained += ", or every step was skipped because gradients overflowed or a callback vetoed the step"
         return f"{explained}."
 
 
 def _first_not_finite(task: Task) -> str | None:
-    """Return the name of the first parameter with NaN or infinity in this rank's part of it, or None."""
     names: list[str] = []
     found: list[torch.Tensor] = []
     for name, parameter in task.named_parameters():

@@ -45,24 +45,30 @@ if TYPE_CHECKING:
 
 
 class StepVetoed(Exception):
-    """Signal from an optimizer's closure that this step must be skipped."""
+    """Exception that an optimizer's closure raises to skip a step, because a callback has vetoed its gradients."""
 
 
 class StepWithoutLoss(StepVetoed):
-    """Signal from an optimizer's closure that every rank left out all batches of the step."""
+    """Exception that an optimizer's closure raises if `training_step` returned None for every batch on all ranks."""
 
 
 class ClosureStep(PlainStep):
-    """Optimizer step that computes the gradients in a closure, for L-BFGS or an overridden `optimizer_step`."""
+    """Optimizer step whose gradients are computed in a closure, which the optimizer or the task may call several times.
+
+    Used for optimizers such as L-BFGS, and for tasks that override `optimizer_step`.
+    """
 
     _keeps_window = True
     _announced: PendingBatch | None = None
     _repeats = False  # True from the closure's second call on, whose batch hooks are skipped
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step. Returns True if an optimizer stepped.
+        """Run one optimizer step of each optimizer, and return True if at least one of them stepped.
 
         The closure may process the micro-batches several times. The batch hooks run only once.
+
+        Args:
+            window: Micro-batches of the step.
         """
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
@@ -120,7 +126,6 @@ class ClosureStep(PlainStep):
             super()._end_batch(output, micro_batch)
 
     def _loss_of_window(self, outputs: list[Any], window: Sequence[PendingBatch]) -> Tensor:
-        """Return the mean loss over the micro-batches, weighted by this rank's share of each."""
         total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, micro_batch in zip(outputs, window, strict=True):
             loss = self._output.loss_of(output)
@@ -134,7 +139,7 @@ class ClosureStep(PlainStep):
 
 
 class NamedLossesStep(PlainStep):
-    """Optimizer step for a task that returns one loss per optimizer, in a dict with the optimizers' names.
+    """Optimizer step for tasks with several optimizers whose `training_step` returns one loss per optimizer.
 
     Each loss gives gradients only to the parameters of its optimizer. All losses come from one forward, and all
     backwards run before the first optimizer steps.
@@ -161,7 +166,7 @@ class NamedLossesStep(PlainStep):
         raise ConfigurationError(
             f"{type(self._task).__name__}.training_step returned {shown}, without a loss for the optimizer "
             f"{missing[0]!r}.{nearest(missing[0], map(str, given))} Return a scalar tensor for each of "
-            f"{', '.join(map(repr, self._names))} in every step, or None to leave the batch out. For optimizers that "
+            f"{', '.join(map(repr, self._names))} in every step, or None to skip the batch. For optimizers that "
             "step at different times, set automatic_optimization = False.",
         )
 
@@ -180,18 +185,24 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if the strategy or a closure cannot handle one loss per optimizer."""
+    """Raise `ConfigurationError` if one loss per optimizer cannot work with the strategy or the optimizers.
+
+    Args:
+        trainer: Trainer with the strategy and the names of the optimizers.
+        task: Task that returns one loss per optimizer.
+        by_closure: True if an optimizer, or an overridden `optimizer_step`, computes its loss in a closure.
+    """
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
-        reason = f"{trainer.strategy!r} runs the backwards of all micro-batches by itself, each from one loss"
+        reason = f"{trainer.strategy!r} runs the backward of each micro-batch itself, from a single loss"
     elif by_closure:
-        reason = "an optimizer that needs a closure, or optimizer_step, takes one loss"
+        reason = "an optimizer that needs a closure, or an overridden optimizer_step, uses a single loss"
     if reason:
         raise ConfigurationError(
-            f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), each for a loss of its own, "
-            f"but {reason}. Return a list of optimizers for one loss, or set automatic_optimization = False where the "
-            "strategy takes it.",
+            f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), so each has its own loss, "
+            f"but {reason}. Return a list of optimizers that share one loss, or set automatic_optimization = False if "
+            "the strategy supports it.",
         )
 
 
@@ -199,10 +210,10 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step for a strategy that schedules all micro-batches itself, such as pipeline parallelism.
+    """Optimizer step for strategies that schedule the forwards and backwards of all micro-batches themselves.
 
-    Only the ranks of the last pipeline stage finish `training_step`. All other ranks receive its outputs and logged
-    values.
+    Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
+    ranks receive its outputs and logged values.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -211,6 +222,7 @@ class ScheduledStep(PlainStep):
         self._after_backward = hooks.find("on_after_backward")
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
+        # The strategy runs all backwards at once, so `_end_backwards` calls these hooks afterwards.
         return replace(super()._step_hooks(hooks), after_backward=())
 
     def _choose_dummy_loss(self) -> DummyLoss | None:
@@ -253,9 +265,11 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Run the forward and backward of one micro-batch. Returns the output of the task's step.
+        """Run the forward and backward of one micro-batch, and return the output of `training_step`.
 
-        With `probe=True` only the forward runs, and nothing that it logs counts.
+        Args:
+            micro_batch: Batch to process.
+            probe: True to run only the forward, and to discard what it logs.
         """
         self._enter(micro_batch)
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
@@ -280,13 +294,21 @@ class ScheduledStep(PlainStep):
 
 
 def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if a task needs a closure or manual optimization under a pipeline strategy."""
+    """Raise `ConfigurationError` if a task cannot be trained with a pipeline strategy.
+
+    That is the case with manual optimization, and with optimizers that need a closure.
+
+    Args:
+        task: Task to be trained.
+        strategy: Pipeline strategy, for the message.
+        by_closure: True if an optimizer, or an overridden `optimizer_step`, computes its loss in a closure.
+    """
     if task.automatic_optimization and not by_closure:
         return
-    what = "an optimizer that needs a closure, or optimizer_step" if by_closure else "manual optimization"
+    what = "a closure for an optimizer or an overridden optimizer_step" if by_closure else "manual optimization"
     raise ConfigurationError(
-        f"{strategy!r} runs forward and backward of all micro-batches together, so {what} of {type(task).__name__} "
-        "cannot run them. Use automatic optimization with an optimizer that needs none, or another strategy.",
+        f"{strategy!r} runs the forward and backward of all micro-batches itself, so {type(task).__name__} cannot use "
+        f"{what}. Use automatic optimization and an optimizer without a closure, or another strategy.",
     )
 
 
@@ -300,10 +322,10 @@ WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Range of rows of one micro-batch.
+    """Rows of one micro-batch that a split step processes together, as a range of row indices.
 
     Attributes:
-        place: Index of the micro-batch in the accumulation window.
+        place: Index of the micro-batch within the optimizer step.
         first: Index of the first row.
         end: Index after the last row.
         of: Number of rows of the micro-batch, or 0 if unknown. Such a micro-batch is not split.
@@ -336,9 +358,15 @@ class SplitStep(PlainStep):
         self._tried = 0  # number of parts in the last attempt
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step, in as many parts as earlier steps needed, or more.
+        """Run one optimizer step, and split its micro-batches into more parts if memory runs out.
 
-        Returns True if an optimizer stepped.
+        The number of parts is kept for the steps that follow.
+
+        Args:
+            window: Micro-batches of the step.
+
+        Returns:
+            True if an optimizer stepped.
         """
         for micro_batch in window:
             self._show(micro_batch)
@@ -347,6 +375,7 @@ class SplitStep(PlainStep):
             self._zero_grad()
         decides = self._trainer.world_size > 1 and self._engine.weights.in_use is None
         outputs = self._compute(window)
+        # Only now: a rank that is out of memory could not take part in an all-reduce during the backward.
         average_gradients([each for each in self._model.parameters() if each.requires_grad])
         if decides:
             self._agree_on_weights()
@@ -362,7 +391,6 @@ class SplitStep(PlainStep):
         return self._finish(window, outputs[-1], stepped)
 
     def _show(self, micro_batch: PendingBatch) -> None:
-        """Set the whole micro-batch as the current batch for hooks and logged values."""
         self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
         self._logged.skips = self._share(micro_batch) == 0.0
 
@@ -372,7 +400,10 @@ class SplitStep(PlainStep):
     # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute the gradients, with more parts at each failure. Returns the task's output per micro-batch."""
+        """Compute the gradients of a step. If a rank runs out of memory, try again with twice as many parts.
+
+        Returns the outputs of `training_step`, one per micro-batch.
+        """
         random, metrics = RandomState.capture(), metric_states(self._metrics)
         buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
         failed: Attempt | None = None
@@ -394,8 +425,20 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute the gradients of a step part by part. Returns the task's output per micro-batch."""
+        """Compute the gradients of a step with the current number of parts per micro-batch.
+
+        Args:
+            window: Micro-batches of the step.
+            failure: Error of the previous attempt, or None at the first attempt.
+
+        Returns:
+            The outputs of `training_step`, one per micro-batch.
+
+        Raises:
+            ConfigurationError: Memory is still exhausted although the batches cannot be split further.
+        """
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
+        # More parts were asked for, but each part already consists of a single row.
         if failure is not None and len(parts) == self._tried:
             raise ConfigurationError(_too_large(any(part.of for part in parts)), see="big-models.md") from failure
         self._tried = len(parts)
@@ -419,9 +462,12 @@ class SplitStep(PlainStep):
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
-        """Run the forward and backward of some rows of a micro-batch. Returns the task's output.
+        """Run the forward and backward for some rows of a micro-batch, and return the output of `training_step`.
 
-        `part` is the weight of these rows in the step, `share` the weight of the micro-batch among all ranks.
+        Args:
+            taken: These rows as a batch.
+            share: Weight of the whole micro-batch in the mean over all ranks.
+            part: Weight of these rows in this rank's optimizer step.
         """
         self._current.batch, self._current.batch_info = taken.batch, taken.info
         self._logged.skips = share == 0.0
@@ -440,9 +486,9 @@ class SplitStep(PlainStep):
     # Weights
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if this rank's losses have weights, or None if still unknown.
+        """Return True if this rank's losses have weights, or None while it has seen no real loss.
 
-        Runs no collective: a rank that is out of memory would not take part.
+        Unlike the inherited method, this one runs no collective: a rank that is out of memory would not take part.
         """
         if self._trainer.world_size == 1:
             return super()._decide_weighted(output)
@@ -453,7 +499,7 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Enable weighted losses on all ranks if any rank returned a weight. Runs an all-reduce."""
+        """Make all ranks weight their losses if the task returned a weight on any rank. Runs an all-reduce."""
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)
@@ -468,12 +514,12 @@ class SplitStep(PlainStep):
         statistics = ""
         if normed:
             statistics = (
-                f" What cannot be the same are the batch statistics of {', '.join(normed[:3])}"
-                f"{' and others' if normed[3:] else ''}: they are those of each part."
+                f" Only the batch statistics of {', '.join(normed[:3])}"
+                f"{' and others' if normed[3:] else ''} change, since they are computed for each part."
             )
         self._trainer.print(
-            f"Step {self._progress.global_step}: memory lacks, so from now on each batch is computed in "
-            f"{self._progress.parts} parts, one after the other. The global batch, its gradients and what is logged "
+            f"Step {self._progress.global_step}: out of memory. From now on, each batch is processed in "
+            f"{self._progress.parts} parts, one after the other. The global batch, its gradients and the logged values "
             f"stay the same.{statistics}"
         )
 
@@ -482,6 +528,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
     if not part.of or part.share == 1.0:
         return micro_batch
     info, rows = micro_batch.info, part.end - part.first
+    # Padding rows are the last rows of the micro-batch.
     padding = max(0, min(rows, part.end - (part.of - info.padding)))
     cut = BatchInfo(info.index, rows, padding, info.global_rows, info.last, info.consumed)
     batch = pick_rows([micro_batch.batch], [part.of], range(part.first, part.end))
@@ -491,9 +538,14 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """Combine the outputs for the parts into the output for the whole micro-batch, or None if all are None.
+    """Combine the outputs of `training_step` for the parts of a micro-batch into a single output.
 
-    Losses are summed if `sums`, else averaged by share.
+    Args:
+        outputs: Pairs of a part's share of the rows and its output.
+        sums: True to sum the losses, which then have weights. False to average the losses by share.
+
+    Returns:
+        The combined output, or None if the task skipped all parts.
     """
     if len(outputs) == 1:
         return outputs[0][1]
@@ -502,6 +554,7 @@ def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
         return None
     last = given[-1][1]
     losses = [(output if isinstance(output, Tensor) else output["loss"]).detach() for _, output in given]
+    # Sums of losses add up over the parts. Means are weighted by each part's share of the rows.
     loss = torch.stack([each * (1.0 if sums else share) for each, (share, _) in zip(losses, given, strict=True)]).sum()
     if isinstance(last, Tensor):
         return loss
@@ -514,26 +567,36 @@ def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
 def _too_large(has_rows: bool) -> str:
     if not has_rows:
         return (
-            "Memory lacks for a step, and auto_micro_batch cannot cut its batch: no tensor in it shows how many rows "
-            "it has. Give batches of tensors whose first dimension is the rows, or a smaller batch size."
+            "Out of memory in a step. auto_micro_batch cannot split the batch, because no tensor in it shows its "
+            "number of rows. Use batches of tensors whose first dimension is the rows, or a smaller batch size."
         )
     return (
-        "Memory lacks for a step even where each row is computed by itself, so auto_micro_batch cannot help. Make the "
+        "Out of memory in a step, even with each row processed by itself, so auto_micro_batch cannot help. Make the "
         "model smaller, or use more devices."
     )
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Return the kind of step for this task, its optimizers and the Trainer's strategy."""
+    """Create the optimizer step that fits a task, its optimizers and the Trainer's strategy.
+
+    Args:
+        trainer: Trainer of the run.
+        task: Task to be trained.
+        model: The task as the strategy has wrapped it.
+        splits: False to ignore `auto_micro_batch`.
+
+    Raises:
+        ConfigurationError: The task and the strategy or a Trainer argument cannot be combined.
+    """
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )
     splits = splits and trainer.auto_micro_batch
     if splits and (by_closure or trainer.task_run.optimizer_names or not task.automatic_optimization):
         raise ConfigurationError(
-            f"Trainer(auto_micro_batch=True) runs the gradients of a step again, which {type(task).__name__} computes "
-            "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
-            "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size.",
+            f"Trainer(auto_micro_batch=True) does not support {type(task).__name__}, because it uses manual "
+            "optimization, overrides optimizer_step, has an optimizer that needs a closure, or returns one loss per "
+            "optimizer. Remove auto_micro_batch, and use a smaller batch size.",
         )
     if trainer.task_run.optimizer_names and task.automatic_optimization:
         refuse_named(trainer, task, by_closure)

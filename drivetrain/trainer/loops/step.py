@@ -38,13 +38,17 @@ if TYPE_CHECKING:
 
 
 class StepOutput:
-    """Reader of the values that a task's `training_step` returns: the loss and, if given, its weight."""
+    """Reader of the output of a task's `training_step`, which extracts the loss and, if given, its weight."""
 
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """Return the loss in the output of `training_step`, or None if the task left the batch out."""
+        """Return the loss that an output of `training_step` contains, or None if that output is None.
+
+        Raises:
+            ConfigurationError: The output is not a tensor, a dict with a loss or None.
+        """
         if isinstance(output, Tensor):
             return output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
@@ -59,59 +63,73 @@ class StepOutput:
         )
         raise ConfigurationError(
             f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
-            "to leave the batch out.",
+            "to skip the batch.",
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Raise `ConfigurationError` if a step with manual optimization did not return a tensor, a dict or None."""
+        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None."""
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
-                "Tensor or have no return: a tensor or a dict, which hooks get, or None.",
+                "Tensor or have no return. Allowed are a tensor or a dict, which the hooks receive, or None.",
             )
 
     def has_weight(self, output: Any) -> bool:
         return isinstance(output, Mapping) and "weight" in output
 
     def weight_of(self, output: Any) -> Tensor | float:
-        """Return the weight of the loss in the output of `training_step`. Raises an error if there is none."""
+        """Return the weight of the loss that an output of `training_step` contains.
+
+        Raises:
+            ConfigurationError: The output has no weight.
+        """
         if self.has_weight(output):
             weight: Tensor | float = output["weight"]
             return weight
         raise ConfigurationError(
             f"{self._step} returned a loss without a weight, after one with a weight. Return {{'loss': sum, 'weight': "
-            "tokens} for every batch, or None to leave one out.",
+            "tokens} for every batch, or None to skip one.",
         )
 
     def refuse_weight(self) -> None:
-        """Raise `ConfigurationError` for a loss with a weight if earlier losses had none."""
+        """Raise `ConfigurationError` because `training_step` returned a weight, but none for earlier losses."""
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
             "for every batch, or for none.",
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise a `ConfigurationError` with the reason if torch cannot differentiate the loss."""
+        """Raise a `ConfigurationError` with the likely cause if no gradients can be computed for a loss.
+
+        Does nothing if the loss itself is valid.
+
+        Args:
+            loss: Loss that `training_step` returned.
+            error: Error of the backward pass, or None before it.
+        """
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
-                f"{self._step} used other parameters than in the first step, for example since it left out a batch by "
-                "None, but DDP(static_graph=True) was given. Leave static_graph out, or give "
-                "find_unused_parameters=True in its place.",
+                f"{self._step} used other parameters than in the first step, for example because it returned None for "
+                "a batch. DDP(static_graph=True) does not allow that. Remove static_graph=True, or use "
+                "find_unused_parameters=True instead.",
             ) from error
         if loss.numel() != 1:
             raise ConfigurationError(
-                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean().",
+                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return a scalar, such as loss.mean().",
             ) from error
         if not loss.requires_grad:
             raise ConfigurationError(
-                f"{self._step} returned a loss that depends on no parameter that can be trained, so nothing can be "
-                "learned from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return "
-                "None to leave the batch out.",
+                f"{self._step} returned a loss that does not depend on any trainable parameter, so it has no "
+                "gradients. Compute the loss from the task's modules, without detach(), item() or no_grad(), or return "
+                "None to skip the batch.",
             ) from error
 
 
 def detached(output: Any) -> Any:
-    """Return the step's output for the hooks: a dict with the loss and the other values, detached from the graph."""
+    """Return the output of `training_step` as batch hooks receive it, detached from the autograd graph.
+
+    A tensor becomes a dict with the tensor under `"loss"`.
+    """
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):
@@ -119,17 +137,17 @@ def detached(output: Any) -> Any:
     return output
 
 
-# Batches that `training_step` leaves out
+# Batches that `training_step` skips
 
 
 class DummyLoss:
-    """Loss with gradients of zero for batches that a task leaves out, so that each rank joins the all-reduce.
+    """Zero loss for batches that a task skips, so that the rank still takes part in the all-reduce of gradients.
 
-    The strategy's wrapper may hold a parameter `presence` with the value zero, which is added to each real loss. Its
+    The strategy's wrapper may have a parameter `presence` with the value zero, which is added to each real loss. Its
     all-reduced gradient is above zero if any rank had a real batch.
 
     Attributes:
-        was_dummy: True if the task left out the most recent batch.
+        was_dummy: True if the task skipped the most recent batch.
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module | None, names: Sequence[str] = ()) -> None:
@@ -140,7 +158,7 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a training step so that it returns a zero loss instead of None.
+        """Wrap a training step so that it returns a zero loss if the task returns None to skip a batch.
 
         The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
         part in the backward.
@@ -152,6 +170,7 @@ class DummyLoss:
             self.was_dummy = output is None
             if output is None:
                 zero = self._zero_loss()
+                # DDP expects a gradient for `presence` from every rank, so the zero loss depends on it too.
                 zero = zero if presence is None else zero + presence * 0.0
                 return dict.fromkeys(self._names, zero) if self._names else zero
             return output if presence is None else _attached(output, presence, *self._names[:1])
@@ -161,13 +180,13 @@ class DummyLoss:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Leaf tensors that receive a gradient although they are not parameters of the task."""
+        """Tensors outside the task's parameters for which gradients must be computed too."""
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
-        """Return True if another rank had a real batch in this accumulation window.
+        """Return True if another rank computed a real loss in this optimizer step.
 
-        Valid only on a rank that left out all of its own batches.
+        Valid only on a rank that skipped all of its own batches, after the backward.
         """
         if self._presence is not None:
             return self._presence.grad is not None and float(self._presence.grad) != 0.0
@@ -175,7 +194,10 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the parameter whose gradient shows that some rank had a real batch, or None if the model has none."""
+    """Return the parameter whose all-reduced gradient shows whether any rank computed a real loss in a step.
+
+    Returns None if the strategy has not wrapped the model with such a parameter.
+    """
     if model is None:
         return None
     return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
@@ -198,17 +220,24 @@ def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
 
 
 class DataEnded(Exception):
-    """Error for a step that takes its batches from `dataloader_iter` and did not handle the end of the data."""
+    """Exception that ends an epoch or an evaluation because a step read past the end of its `dataloader_iter`."""
 
 
 Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Adapt a step of the task to the arguments that the loops pass: batch, batch index and loader index.
+    """Return a function that calls a task's step with only the arguments that its signature accepts.
 
-    A step with a single argument receives the batch alone. A step with an argument `dataloader_iter` receives an
-    iterator over tuples of batch, batch index and loader index, starting at the current batch.
+    The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
+    batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
+    the
+    current batch.
+
+    Args:
+        task: Task with the step.
+        name: Name of the step, such as `"training_step"`.
+        following: Function that returns the next tuple of three for `dataloader_iter`, or None at the end.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
@@ -219,8 +248,7 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
 
 
 def _leave_out(*_: Any) -> None:
-    """Warn that a batch is None and is skipped. Called instead of `training_step`."""
-    words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
+    words = "train_dataloader yielded None. If this was on purpose, ignore this warning. The batch is skipped."
     warnings.warn(words, stacklevel=2)
 
 
@@ -244,7 +272,7 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """Iterator over the batches of one evaluation loader. A step may take further batches from it.
+    """Iterator over the batches of one evaluation loader, from which a step itself may take further batches.
 
     Attributes:
         batch: The most recent batch.
@@ -267,7 +295,7 @@ class Feed:
         return self.batch
 
     def following(self) -> tuple[Any, int, int] | None:
-        """Return the next batch, its index and the index of its loader, or None at the end of the loader."""
+        """Take the next batch from the loader. Return it with its index and its loader's index, or None at the end."""
         for batch in self:
             return batch, self.index, self._position
         return None
@@ -276,15 +304,18 @@ class Feed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release the last batch. If the loop stopped early, also end the workers of the loader."""
         self.batch = None
+        # Without the old iterator, the loader's workers end even if the loop stopped early.
         self._batches = iter(())
         self._current.leave_batch()
 
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Discard the values that the `with` block logs, and restore the states of the metrics that it updates."""
+    """Discard everything that the task logs in the `with` block, and restore its metrics afterwards.
+
+    Used when a step runs on rows that must not count, such as padding.
+    """
     before = logged.skips
     logged.skips = True
     try:
@@ -297,7 +328,15 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 def bind_step(
     model: nn.Module, step: Callable[..., Any], strategy: Strategy, precision: Precision
 ) -> Callable[..., Any]:
-    """Return a function that runs a step of the task under the precision, and through the wrapper of the strategy."""
+    """Return a function that calls a step of the task through the strategy's wrapper, under the run's precision.
+
+    Args:
+        model: The task as the strategy has wrapped it.
+        step: Bound method of the task, such as `training_step`.
+        strategy: Strategy of the run.
+        precision: Precision of the run, for example autocast to bf16.
+    """
+    # A bare `StepModule` would only call the step, so its overhead is avoided. Forward hooks need the call.
     if isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks):
         return under_precision(step, precision)
     if strategy.schedules_microbatches:
@@ -310,10 +349,16 @@ def bind_step(
 def bind_evaluation_step(
     trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that runs a validation, test or predict step of the task.
+    """Return a function that calls a task's evaluation step through the strategy's wrapper.
 
     If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
     then sent to all other ranks.
+
+    Args:
+        trainer: Trainer of the run.
+        task: Task with the step.
+        model: The task as the strategy has wrapped it.
+        step: Validation, test or predict step.
     """
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.view(model, "evaluate")
@@ -345,11 +390,14 @@ SKIP_EPOCH = -1
 
 
 class EpochSkipped(Exception):
-    """Signal that `on_train_batch_start` returned -1, which skips the rest of the epoch."""
+    """Exception that ends the current epoch because `on_train_batch_start` returned -1."""
 
 
 class PlainStep:
-    """Optimizer step of a task with automatic optimization. The constructor makes all choices between variants."""
+    """Optimizer step of a task with automatic optimization: forwards, backwards, hooks and the step itself.
+
+    The constructor makes all choices that stay equal during a run, so that each step runs only what it needs.
+    """
 
     _keeps_window = False  # True keeps micro-batches and outputs until the step ends, since a closure reads them again
 
@@ -405,20 +453,30 @@ class PlainStep:
         return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Set the number of ranks among which the rows of one global batch are split."""
+        """Set the number of ranks among which the rows of each global batch are divided."""
         self._shards = shards
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step over the micro-batches in `window`. Returns True if an optimizer stepped."""
+        """Run one optimizer step on a list of micro-batches. Return True if an optimizer stepped.
+
+        Args:
+            window: Micro-batches whose gradients are accumulated for the step.
+        """
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
-        # `_has_loss` waits for the device, so it runs only if this rank left out all of its batches.
+        # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
         has_loss = self._took_part or self._has_loss()
         stepped = self._engine.step_all() if has_loss else self._trainer.steps_without_loss(window)
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Run the forwards and backwards of a step without an all-reduce and without an optimizer step."""
+        """Compute the gradients of an optimizer step, then discard them without a step or an all-reduce.
+
+        Used to find out whether the micro-batches fit into memory.
+
+        Args:
+            window: Micro-batches of the step.
+        """
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
             for micro_batch in window:
@@ -439,7 +497,12 @@ class PlainStep:
             self._engine.weights.expect()
 
     def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
-        """Run the forward and backward of one micro-batch, with their hooks. Returns the output of the last one."""
+        """Run the hooks, the forward and the backward of one micro-batch.
+
+        Returns the output of `training_step` for the last micro-batch of a step. For earlier ones, the output is
+        released and
+        None is returned, unless the step reads the micro-batches again.
+        """
         timing, current = self._timing, self._current
         current.batch = None  # frees the old batch before the next one is copied to the device
         batch = timing.call(DATA, micro_batch.take) if timing.on else micro_batch.take()
@@ -481,7 +544,10 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Take the next batch of the epoch for a step that reads `dataloader_iter`. Returns None at the end."""
+        """Return the next training batch, its index and 0 as its loader's index, or None at the end of the epoch.
+
+        Called when a `training_step` reads another batch from `dataloader_iter`.
+        """
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:
             return None
@@ -500,13 +566,13 @@ class PlainStep:
                 raise EpochSkipped
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
-        """Compute the gradients of a micro-batch. The first one of a step clears the old gradients before."""
         is_dummy = self._dummy_loss is not None and self._dummy_loss.was_dummy
         if not self._has_gradients:
             self._has_gradients = True
             if not self._clears_first:
                 timing = self._timing
                 timing.call(OPTIMIZER, self._zero_grad) if timing.on else self._zero_grad()
+        # Only real rows count: if no rank has any, the optimizer must not step.
         if share and not is_dummy:
             self._took_part = True
         self._run_backward(loss, output, share, is_dummy)
@@ -515,11 +581,11 @@ class PlainStep:
         return self._output.loss_of(output)
 
     def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:
-        """Pass a loss, its weight and the batch's share of the global batch to the engine's backward."""
         if self._is_weighted is None:
             self._is_weighted = self._decide_weighted(output)
         weight: Tensor | float | None = None
         if self._is_weighted:
+            # A skipped batch must not count in the sum of weights.
             weight = 0.0 if is_dummy else self._output.weight_of(output)
         elif loss is not output and self._output.has_weight(output):
             self._output.refuse_weight()
@@ -530,11 +596,11 @@ class PlainStep:
             raise
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if losses have weights. Runs a collective, so all ranks must call this together."""
+        """Return True if the task gives its losses weights on any rank. Runs a collective."""
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
     def _has_loss(self) -> bool:
-        """Return True if any rank had a batch that the task did not leave out."""
+        """Return True if any rank computed a real loss in this optimizer step. Otherwise the step is skipped."""
         if not self._has_gradients:
             return False
         if self._took_part or self._dummy_loss is None:
@@ -543,7 +609,16 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Count the step, step the schedulers and call `on_train_batch_end`. Returns True if an optimizer stepped."""
+        """Complete an optimizer step: count it, step the schedulers and call the batch-end hooks.
+
+        Args:
+            window: Micro-batches of the step.
+            output: Output of `training_step` for the last micro-batch.
+            steps: Number of steps that optimizers took.
+
+        Returns:
+            True if an optimizer stepped.
+        """
         progress, last = self._progress, window[-1]
         self._engine.close()
         if self._taken:
@@ -573,7 +648,10 @@ class PlainStep:
             timing.call(CALLBACKS, hook, outputs, batch, index) if timing.on else hook(outputs, batch, index)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
-        """Return the task's `configure_gradient_clipping`, bound to the arguments of the Trainer."""
+        """Return a function that clips an optimizer's gradients by the task's `configure_gradient_clipping`.
+
+        The function passes the Trainer's clipping arguments.
+        """
         trainer, clip = self._trainer, self._task.configure_gradient_clipping
         # An override may name its arguments differently. They are then passed by position.
         try:
@@ -588,7 +666,7 @@ class PlainStep:
 
 
 class ManualStep(PlainStep):
-    """Step of a task with manual optimization, which runs backward and steps its optimizers in `training_step`."""
+    """Training step of a task with manual optimization, which runs backward and steps the optimizers itself."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         task, model = self._task, self._trainer.task_run.model
@@ -602,7 +680,7 @@ class ManualStep(PlainStep):
         )
 
     def _share_of_batch(self) -> float:
-        """Return the weight of the current batch in the mean over all ranks."""
+        """Return the weight of this rank's rows in the mean over all ranks, for the current batch."""
         info = self._current.batch_info
         return 1.0 if self._shards == 1 or info is None else info.share(self._shards)
 
@@ -610,17 +688,21 @@ class ManualStep(PlainStep):
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Do nothing: with manual optimization, a step cannot be run without the optimizers."""
+        """Do nothing. `training_step` steps the optimizers itself, so gradients alone cannot be computed."""
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run `training_step` once and count the optimizer steps that the task takes in it."""
+        """Run `training_step` on one batch. Return True if the task stepped an optimizer in it.
+
+        Args:
+            window: List with the batch.
+        """
         self._begin(window)
         self._engine.steps_taken = 0
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         return self._finish(window, outputs[-1], self._engine.steps_taken)
 
     def _loss_of(self, output: Any) -> Any:
-        """Return None, since the task has run its own backward. Raises if the output has a wrong type."""
+        # Returns None, since the task has already run its own backward.
         self._output.check_of_manual(output)
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None: ...
@@ -629,10 +711,15 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Choose the function that clears the gradients before a backward.
+    """Return a function that clears the gradients of all optimizers, and whether it may run before the forward.
 
-    Returns the function, and True if the gradients can be cleared before the forward. That is False if hooks or an
-    override of the task observe the call.
+    It must run later, before the backward, if hooks or an override in the task observe the call.
+
+    Args:
+        trainer: Trainer of the run.
+        task: Task to be trained.
+        optimizers: Optimizers of the task, not wrapped.
+        hooks: Hooks of the run.
     """
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
@@ -656,7 +743,12 @@ def choose_zero_grad(
 
 
 def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
-    """Clear the gradients of the optimizers, and of one more parameter that belongs to no optimizer."""
+    """Clear the gradients of all parameters of the optimizers, and of one further parameter.
+
+    Args:
+        optimizers: Optimizers whose gradients are cleared.
+        beside: Parameter that belongs to no optimizer, or None.
+    """
     for optimizer in optimizers:
         optimizer.zero_grad()
     if beside is not None:

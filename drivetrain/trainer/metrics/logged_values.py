@@ -1,4 +1,4 @@
-"""Values of `self.log`: storage as detached tensors, and reduction over batches and ranks."""
+"""Store of the values that a task logs with `self.log`, and their reduction over batches and ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 
 @dataclass(frozen=True)
 class LogScope:
-    """Place in the run from which values are logged, with the defaults of `self.log` there.
+    """Context in which `self.log` is called, such as a training step. Defines the defaults of `self.log` in it.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -71,7 +71,9 @@ Arguments = tuple[Any, ...]
 
 
 class LoggedValue:
-    """Values that were logged under one name in one stage, as detached tensors until they are reduced.
+    """Values that a task logs under one name in one stage, together with the options of that name.
+
+    The values are detached tensors that stay on their device until they are reduced.
 
     Attributes:
         stepped: True if a step logged a value that `end_evaluation_batch` has not returned yet.
@@ -132,12 +134,12 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        """Name of the value of a single step, with the suffix `_step` if the epoch has one too."""
+        """Name for the values of single steps, with `_step` appended if the value is also reduced over the epoch."""
         return self._forked("_step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        """Name of the value of an epoch, with the suffix `_epoch` if each step has one too."""
+        """Name for the value of the whole epoch, with `_epoch` appended if single steps have a value too."""
         return self._forked("_epoch") if self.on_step else self.name
 
     def _forked(self, ending: str) -> str:
@@ -153,7 +155,10 @@ class LoggedValue:
         self._weights: list[float] = []
 
     def update(self, value: Value, weight: float) -> None:
-        """Store one value with its weight. Values are reduced on the device only once 64 are stored."""
+        """Add one logged value to those of the epoch, with its weight in the mean.
+
+        The tensor stays on its device. Stored values are reduced there once 64 have been collected.
+        """
         self.fresh = True
         if self.on_step:
             self.last, self.stepped = value, True
@@ -165,7 +170,7 @@ class LoggedValue:
                 self.fold()
 
     def fold(self) -> None:
-        """Reduce the stored values into the running total, on their device."""
+        """Reduce the values stored since the last call, and add the result to the epoch's running total."""
         if not self._pending:
             return
         values, weights = _stack(self._pending), self._weights
@@ -185,13 +190,16 @@ class LoggedValue:
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
     def mark(self) -> Mark:
-        """Return a mark of the present values, without copies, for a later `state_dict`."""
+        """Record a snapshot of this logged value for a later call of `state_dict`. No tensors are copied."""
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """Return the values for a checkpoint, as of `mark` if given.
+        """Return the contents of this logged value as a dict, to be saved in a checkpoint.
 
         Stored values are not reduced first: another order of additions would change the result of the epoch.
+
+        Args:
+            mark: Moment whose contents are returned, or None for the current contents.
         """
         then = mark or self.mark()
         pending = then.pending[: then.kept]
@@ -221,7 +229,11 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, fold: bool = True) -> dict[str, Any]:
-        """Return the local total, its weight and its options as plain values, for the exchange between ranks."""
+        """Return this rank's total for the epoch and its options as plain Python values, to be sent to other ranks.
+
+        Args:
+            fold: False to leave stored values out of the total.
+        """
         if fold:
             self.fold()
         return {
@@ -240,7 +252,7 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Contents of a logged value at one moment.
+    """Snapshot of the values logged under one name, from which a checkpoint can be saved later.
 
     The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
@@ -255,7 +267,7 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """Value of one epoch, reduced over its batches and over ranks.
+    """Result of a logged value for a whole epoch, reduced over all batches and ranks.
 
     Attributes:
         name: Name under which it was logged.
@@ -285,7 +297,6 @@ def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
 
 
 def _stack(values: list[Value]) -> Tensor:
-    """Stack scalars into one float64 vector (float32 on MPS), on the device of the first tensor."""
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
@@ -297,7 +308,7 @@ def _as_tensor(value: Value) -> Tensor:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Convert a tensor to float64, for exact means over many steps, or to float32 on MPS, which has no float64."""
+    # float64 gives exact means over many steps, but MPS does not support it.
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
@@ -325,29 +336,37 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Return if a logged value is kept for its step, and if it is kept for its epoch, as two booleans.
+    """Determine whether a logged value is stored for its step and for its epoch, and return both as booleans.
 
-    Raises `ConfigurationError` if logging is not allowed there, or if the name has other options already.
+    Args:
+        name: Name of the value.
+        scope: Part of the run in which it is logged.
+        arguments: Arguments of `self.log`, for error messages.
+        on_step: Argument of `self.log`, or None for the default.
+        on_epoch: Argument of `self.log`, or None for the default.
+        known: Value that was logged under this name with other options before, or None.
+
+    Raises:
+        ConfigurationError: Logging is not allowed in this part of the run, or the options are in conflict.
     """
     if scope.on_step is None:
         raise ConfigurationError(
-            f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
-            "value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
-            "the end of its epoch.",
+            f"You can't call self.log({name!r}, ...) here ({scope.stage}), because there is no current step or epoch. "
+            "Log in a step, or in a hook between the start of training or evaluation and the end of an epoch.",
         )
     if known is not None:
         raise ConfigurationError(
             f"{name!r} is logged with two meanings: first with {_readable(known.arguments)} from the "
             f"{moment_of(known.scope)}, now with {_readable(arguments)} from the {moment_of(scope)}. "
-            "Give the two different names.",
+            "Use the same options everywhere, or two different names.",
         )
     steps = scope.on_step if on_step is None else on_step
     epochs = bool(scope.on_epoch if on_epoch is None else on_epoch)
     if not (steps or epochs):
-        raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing.")
+        raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) is not useful. It keeps no value.")
     if steps and not scope.has_batch:
         raise ConfigurationError(
-            f"log({name!r}, on_step=True) from the {moment_of(scope)}: there is no step there. Use on_epoch=True.",
+            f"log({name!r}, on_step=True) is not possible from the {moment_of(scope)}. Use on_epoch=True.",
         )
     return steps, epochs
 
@@ -357,7 +376,7 @@ def _readable(arguments: Arguments) -> str:
 
 
 def moment_of(scope: LogScope) -> str:
-    """Return a scope's name for messages, such as "train step"."""
+    """Return a short description of a part of a run for error messages, such as "train step"."""
     return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"
 
 
@@ -365,7 +384,7 @@ def moment_of(scope: LogScope) -> str:
 
 
 class EvaluationCounts(dict[str, int]):
-    """Numbers of evaluated batches per stage and loader. Evaluations within `fit` are counted apart.
+    """Numbers of evaluated batches, by stage and loader. Validations within `fit` are counted separately.
 
     Attributes:
         alone: True during `validate` and `test`, False during `fit`.
@@ -374,7 +393,7 @@ class EvaluationCounts(dict[str, int]):
     alone = False
 
     def count(self, stage: str, loader: int) -> int:
-        """Count an evaluated batch. Returns the number of earlier batches of this stage and loader."""
+        """Count one evaluated batch. Return how many batches of this stage and loader were evaluated before."""
         key = f"{_kind(stage, self.alone)}/{loader}"
         before = self.get(key, 0)
         self[key] = before + 1
@@ -395,13 +414,17 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """Reduce the totals of all ranks to one value, or this rank's alone with `sync_dist=False`.
+    """Return the value of an epoch, reduced over the totals of all ranks, or None if there is nothing to reduce.
 
-    Returns None if there is nothing to reduce.
+    Args:
+        entry: The value on this rank, or None if this rank did not log it.
+        local: Total of this rank, which is the only one used with `sync_dist=False`.
+        everyone: Totals of all ranks that logged the value.
     """
     first = everyone[0]
     parts = everyone
     if first["sync"] is False:
+        # Each rank then has its own result, and trackers receive the one of rank 0.
         parts = [local] if local is not None else []
     elif first["main_only"]:
         parts = everyone[:1]
@@ -431,15 +454,19 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction for the argument `reduce_fx` of `self.log`. Raises an error if it is unknown."""
+    """Return the reduction that `reduce_fx` of `self.log` stands for: a lower-case name or a function.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
     if callable(reduce_fx):
         return reduce_fx  # type: ignore[no-any-return]
     word = str(reduce_fx).lower()
     word = "mean" if word == "avg" else word
     if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
         raise ConfigurationError(
-            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
-            f"stacked values.{nearest(word, REDUCTIONS)}",
+            f"log({name!r}, reduce_fx={reduce_fx!r}) is unknown. Allowed are {', '.join(REDUCTIONS)} or a function of "
+            f"the stacked values.{nearest(word, REDUCTIONS)}",
         )
     return word
 
@@ -448,18 +475,23 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Return the values that were logged with `on_step=True` and `sync_dist=True`."""
+    """Return those logged values whose step values must be reduced over ranks because of `sync_dist=True`."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """Return this rank's latest step values that are not yet reduced over ranks, by name."""
+    """Return this rank's latest step values that have not been reduced over ranks yet, as floats by name."""
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the step values of all ranks. Returns a dict from name to value."""
+    """Reduce the latest step values of all ranks, each with its own reduction, and return the results by name.
+
+    Args:
+        entries: Logged values, with their reductions.
+        everyone: For each rank, its latest step values by name.
+    """
     values: dict[str, float] = {}
     for entry in entries_to_sync(entries):
         found = [each[entry.step_name] for each in everyone if entry.step_name in each]
@@ -474,7 +506,7 @@ _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
 class LogMark(NamedTuple):
-    """Contents of all logged values at one moment."""
+    """Snapshot of everything that a run has logged, from which a checkpoint can be saved later."""
 
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
@@ -483,10 +515,10 @@ class LogMark(NamedTuple):
 
 
 class LoggedValues:
-    """Store of all values that a run logs, by stage and name.
+    """Store of all values that a task logs during a run, by stage and name.
 
     Attributes:
-        scope: Place in the run from which values are being logged.
+        scope: Part of the run in which values are being logged.
         dataloader_idx: Index of the evaluation loader, or None if there is only one.
         skips: True if logged values are discarded because the current batch is only padding. Reset by `enter`.
         evaluated: Numbers of evaluated batches.
@@ -517,21 +549,26 @@ class LoggedValues:
     # Scope
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
-        """Return the key under which one name stands for one value: the stage and the loader."""
+        """Return the key of the group in which each name must have a single meaning: the stage and the loader."""
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Set the scope and the loader of the values that are logged from now on."""
+        """Set the part of the run, and the evaluation loader, to which values logged from now on belong."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
+        # Training begins: callbacks must not see results of the sanity check any longer.
         if self._tried and scope.stage == "train":
             self._tried, self._tried_bar = {}, {}
         self._current = self._by_loader.setdefault(self.group_of(scope), {})
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Refuse calls of `self.log` in the `with` block, then restore the previous scope."""
+        """Raise an error for each call of `self.log` in the `with` block, then restore the previous scope.
+
+        Args:
+            scope: Scope that does not allow logging. The error message names it.
+        """
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
@@ -542,7 +579,10 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Use empty tables of logged values during the `with` block, then restore the previous tables."""
+        """Run the `with` block with an empty store of logged values, then restore the previous contents.
+
+        Used around the trial runs of the tuner.
+        """
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -555,7 +595,7 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
-        """Collect the calls of `log` in the `with` block in a list instead of storing their values.
+        """Collect the calls of `self.log` in the `with` block in a list, instead of storing their values.
 
         Calls during `skips` are dropped.
         """
@@ -573,11 +613,21 @@ class LoggedValues:
             del self.__dict__["log"]
 
     def rows_of_batch(self) -> int:
-        """Return the number of rows of the current batch, which weighs a logged mean."""
+        """Return the number of rows in the current batch, which is the weight of its values in a mean."""
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Store one value of `self.log`."""
+        """Store a value that a task logs with `self.log`, or detect that its options are invalid.
+
+        Args:
+            name: Name of the value.
+            value: Scalar tensor, number or torchmetrics object.
+            arguments: Other arguments of `self.log`, in the order of `ARGUMENTS`.
+            batch_size: Weight of the value in a mean, or None for the number of rows in the batch.
+
+        Raises:
+            ConfigurationError: The value is not a scalar, or logging under this name is not allowed.
+        """
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
             entry = self._with_new_function(entry, arguments) or self._register(name, value, arguments)
@@ -587,7 +637,7 @@ class LoggedValues:
             if value.numel() != 1:
                 raise ConfigurationError(
                     f"log({name!r}, ...) takes a scalar, got a tensor of shape {tuple(value.shape)}. "
-                    "Reduce it first, such as with .mean().",
+                    "Reduce it first, for example with .mean().",
                 )
             # A tensor without a graph may be a buffer that a later step changes in place, so it is copied.
             value = value.detach() if value.requires_grad else value.clone()
@@ -612,7 +662,10 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Yield a list that collects all `log` calls of the body, so that other ranks can repeat the calls."""
+        """Collect all calls of `self.log` in the `with` block in a list, in addition to storing their values.
+
+        Other ranks of a pipeline then repeat the calls with `replay`.
+        """
         calls: list[Call] = []
         self._record = calls
         try:
@@ -621,7 +674,7 @@ class LoggedValues:
             self._record = None
 
     def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
-        """Log the values that another rank collected with `recorded`."""
+        """Repeat on this rank the calls of `self.log` that another rank has collected with `recorded`."""
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
             if metric is not None:
@@ -629,10 +682,7 @@ class LoggedValues:
             self.log(name, value if metric is None else metric, arguments, weight)
 
     def _with_new_function(self, entry: LoggedValue | None, arguments: Arguments) -> LoggedValue | None:
-        """Return the entry if only the function object of `reduce_fx` differs, or None.
-
-        A lambda in a step is a new object at each call.
-        """
+        # A lambda in a step is a new object at each call, but still the same reduction.
         if entry is None or entry.scope is not self.scope or not _is_same_function(entry.reduction, arguments[_REDUCE]):
             return None
         if (
@@ -678,12 +728,12 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return the key of a value if its stage already has another value of this name.
+        """Return the key under which to store a value whose name is already in use. The default raises an error.
 
         Raises:
-            ConfigurationError: If the name belongs to another loader.
+            ConfigurationError: The name belongs to another loader.
         """
-        raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
+        raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Use add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
         if not self._has_trackers():
@@ -693,12 +743,16 @@ class LoggedValues:
     # Checkpoints
 
     def mark(self) -> LogMark:
-        """Return a mark of the present values of training, for a later `state_dict`."""
+        """Record a snapshot of all values that training has logged, for a later call of `state_dict`."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """Return this rank's values of the current epoch and the results of the last epochs, for a checkpoint."""
+        """Return this rank's logged values of the current epoch and the results of earlier epochs, for a checkpoint.
+
+        Args:
+            mark: Moment whose values are returned, or None for the current values.
+        """
         then = mark or self.mark()
         return {
             "train": [entry.state_dict(at) for entry, at in then.entries],
@@ -732,7 +786,12 @@ class LoggedValues:
     # Values for trackers and callbacks
 
     def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
-        """Return the latest values of the training step by name, as tensors."""
+        """Return the latest value of each name that the training step has logged, by name.
+
+        Args:
+            for_logger: True to return only values for trackers.
+            for_bar: True to return only values for the progress bar.
+        """
         return {
             entry.step_name: entry.last
             for entry in self._tables["train"].values()
@@ -740,7 +799,10 @@ class LoggedValues:
         }
 
     def synced_step_values(self) -> dict[str, Value]:
-        """Return the training step's values for trackers. Runs a collective if `sync_dist=True` was used."""
+        """Return the latest training step's values for the trackers, reduced over ranks where `sync_dist=True`.
+
+        Runs a collective if any value was logged with `sync_dist=True`.
+        """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         if entries_to_sync(entries):
             synced = combined(entries, self._that_count(gather_object(latest_of(entries))))
@@ -748,10 +810,14 @@ class LoggedValues:
         return values
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the training step's values for trackers after an error, without a collective.
+        """Return the latest training step's values for the trackers after an exception, without a collective.
 
-        `exchange` sends a text to all ranks and returns theirs, or None if some did not answer. Also returns the names
-        of the values that are then this rank's own.
+        Args:
+            exchange: Function that sends a text to all ranks and returns their texts, or None if some ranks do not
+                reply.
+
+        Returns:
+            The values, and the names of those that could not be reduced and are this rank's own.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         own = {name: value for name, value in latest_of(entries).items() if name in values}
@@ -762,7 +828,12 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """Return all values by name, as `trainer.callback_metrics` has them: the latest step or epoch of each."""
+        """Return the latest value of every logged name, as `trainer.callback_metrics` shows them.
+
+        Args:
+            with_evaluation_steps: False to leave out single steps of validation and test.
+            newest: True to prefer a step's value over the result of the last epoch.
+        """
         values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
             if entry.last is not None:
@@ -776,9 +847,10 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch.
+        """Count an evaluated batch. Return the values that its step logged for trackers.
 
-        Returns its values for trackers by name, and the number of earlier batches.
+        Returns:
+            The values by name, and the number of batches that were evaluated before.
         """
         number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
@@ -794,7 +866,11 @@ class LoggedValues:
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
     def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
-        """Return the values for the progress bar by name, as tensors."""
+        """Return the latest values that were logged with `prog_bar=True`, by name.
+
+        Args:
+            with_evaluation_steps: True to include single steps of validation and test outside these stages too.
+        """
         values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
         entries: list[LoggedValue] = []
         if with_evaluation_steps:
@@ -807,9 +883,15 @@ class LoggedValues:
     # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Reduce the values of an epoch over its batches and over ranks. Runs a collective.
+        """Reduce all values that were logged in an epoch over its batches and ranks. Runs a collective.
 
-        With `keep=False`, callbacks see the results only until training begins.
+        Args:
+            stage: Stage of the epoch, such as `"train"`.
+            task: Task with the metrics that were logged.
+            keep: False for a sanity check, whose results callbacks see only until training begins.
+
+        Returns:
+            The results, one for each logged name.
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         local = {name: entry.portable() for name, entry in fresh.items()}
@@ -844,6 +926,7 @@ class LoggedValues:
             if result.prog_bar:
                 bar[result.epoch_name] = result.value
         for entry in fresh.values():
+            # Callbacks and the progress bar still show the values of the last step after the epoch.
             last, synced = entry.last, entry.synced
             entry.reset()
             entry.last, entry.synced = last, synced
@@ -853,10 +936,10 @@ class LoggedValues:
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return the result of a metric's `compute()` as a scalar, or None if the result is None.
+        """Return the result of a torchmetrics object's `compute()` as a scalar, or None if the result is None.
 
         Raises:
-            ConfigurationError: If the result is not a single number.
+            ConfigurationError: The result is not a single number.
         """
         if computed is None:
             return None
@@ -867,37 +950,47 @@ class LoggedValues:
         given = f"shape {tuple(computed.shape)}" if isinstance(computed, Tensor) else f"a {type(computed).__name__}"
         raise ConfigurationError(
             f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
-            f"number, a number or None, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
+            f"number, a number or None, got {given}. Call compute() in a hook such as on_validation_epoch_end, and log "
+            "each number under its own name.",
         )
 
     def finished_metrics(self, task: nn.Module) -> list[str]:
-        """Return the module paths of the metrics whose epoch has ended but which are not reset yet."""
+        """Return the module paths of the metrics that must be reset because their epoch has ended."""
         over = {id(metric) for metric in self._finished}
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Mark the metrics at these module paths to be reset, after a resume."""
+        """Mark the metrics that a checkpoint lists as finished, so that `reset_finished` resets them.
+
+        Args:
+            task: Task that contains the metrics.
+            paths: Module paths of the metrics.
+        """
         self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
-        """Reset the metrics whose epoch has ended, after the hooks that may still compute them."""
+        """Reset all metrics whose epoch has ended. Called after the hooks at the epoch's end, which may read them."""
         for metric in self._finished:  # not earlier: metrics of one collection may share their states
             metric.reset()
         self._finished.clear()
 
     def _that_count(self, everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Select the ranks that together hold each sample once, in rank order."""
+        # Of ranks that share their batches, `select` keeps only one, so that each sample counts once.
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Remove the values of the stages before they run again."""
+        """Discard all values that were logged in the given stages, before these stages run again."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Clear all values and reset their metrics before `fit`, `validate`, `test` or `predict`."""
+        """Discard all logged values and reset the logged metrics, before a run of the Trainer begins.
+
+        Args:
+            evaluates_alone: True for `validate`, `test` and `predict`, False for `fit`.
+        """
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
@@ -908,21 +1001,25 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Add values to those that callbacks and the progress bar receive."""
+        """Add numbers that were not logged by the task to the values for callbacks and the progress bar.
+
+        Args:
+            values: Values for callbacks, by name.
+            bar: Values for the progress bar, by name, or None.
+        """
         self._epoch.update(values)
         self._bar.update(bar or {})
 
 
+# Stands for a function of `reduce_fx` after a resume, since a checkpoint cannot store functions.
 def _forgotten(values: Tensor) -> Tensor:
-    """Raise an error: a checkpoint cannot store the function of `reduce_fx`, and the name was not logged since."""
     raise ConfigurationError(
-        "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
-        "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + ".",
+        "A value whose reduce_fx is a function was logged before the checkpoint, which cannot store functions, but not "
+        f"since the run was resumed. Log it in every epoch, or use one of {', '.join(REDUCTIONS)} as reduce_fx.",
     )
 
 
 def _is_metric(value: Any) -> bool:
-    """Return True if the value is a torchmetrics object, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -935,17 +1032,21 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Number) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
         return float(value)
     raise ConfigurationError(
-        f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Give a number, a scalar "
-        "tensor or a torchmetrics object.",
+        f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Log a number, a "
+        "scalar tensor or a torchmetrics object.",
     )
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Return True if two functions come from one definition in the source, also inside a `partial`."""
+    """Return True if two functions were created by the same definition in the source code.
+
+    For example, a lambda in a training step is a new object at each call.
+    """
     if isinstance(one, partial) and isinstance(other, partial):
         return _is_same_function(one.func, other.func)
     if not (callable(one) and callable(other)) or type(one) is not type(other):
         return False
+    # By qualified name, since each execution of a definition creates a new function object.
     names = [(each.__module__, getattr(each, "__qualname__", None)) for each in (one, other)]
     return names[0] == names[1]
 
@@ -957,7 +1058,14 @@ _REDUCTION = 4  # index in `ARGUMENTS`
 
 
 class _Call(NamedTuple):
-    """Call of `self.log`. `rows_given` is True if the caller passed the number of rows."""
+    """One recorded call of `self.log`.
+
+    Attributes:
+        value: Logged value.
+        arguments: Other arguments of `self.log`, in the order of `ARGUMENTS`.
+        rows: Weight of the value in a mean.
+        rows_given: True if the caller passed `batch_size`.
+    """
 
     value: Any
     arguments: tuple[Any, ...]
@@ -966,7 +1074,10 @@ class _Call(NamedTuple):
 
 
 class HeldBack:
-    """Buffer for the values that are logged in the parts of a split micro-batch, to log each value once."""
+    """Buffer for values that a step logs while its micro-batches are split into parts.
+
+    Each value is then logged once per micro-batch instead of once per part.
+    """
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged
@@ -977,7 +1088,11 @@ class HeldBack:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect the calls of `log` in the `with` block, for a part of the micro-batch with index `place`."""
+        """Collect all calls of `self.log` in the `with` block, which runs one part of a micro-batch.
+
+        Args:
+            place: Index of the micro-batch within the optimizer step.
+        """
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:
@@ -988,7 +1103,11 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log the values of the micro-batch with index `place`, combined over its parts."""
+        """Log each value of a micro-batch once, combined from the values of its parts.
+
+        Args:
+            place: Index of the micro-batch within the optimizer step.
+        """
         parts = self._parts.get(place, [])
         for key in dict.fromkeys(key for calls in parts for key in calls):
             found = [calls[key] for calls in parts if key in calls]
@@ -997,7 +1116,6 @@ class HeldBack:
 
 
 def _combined(calls: Sequence[_Call]) -> Any:
-    """Combine the values of a micro-batch's parts, with the reduction of the call."""
     if len(calls) == 1 or not isinstance(calls[0].value, (Tensor, Number)):
         return calls[-1].value  # a metric accumulates all parts itself
     reduction = calls[0].arguments[_REDUCTION]

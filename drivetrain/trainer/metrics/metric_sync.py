@@ -1,4 +1,4 @@
-"""Computation of torchmetrics objects over all ranks, even if some ranks have seen no batch."""
+"""Computation of torchmetrics objects over all ranks, and saving and restoring of their states."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Return the result of a metric's `compute()` over all ranks. Runs a collective.
+    """Return the result of a torchmetrics object's `compute()`, with its states merged over ranks. Runs a collective.
 
-    `select` picks the ranks whose states count.
+    Works even if some ranks have not updated the metric.
+
+    Args:
+        metric: The torchmetrics object.
+        select: Function that picks, from the states of all ranks, those that count.
     """
     with _states_exchanged_whole(metric, select), warnings.catch_warnings():
         # On a rank without batches this warning is wrong, since the states of the other ranks are used.
@@ -30,10 +34,17 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Make metrics that a task computes itself gather only from the given ranks, or from all if None.
+    """Make metrics merge only the states of the given ranks, for metrics that a task computes itself.
 
     Ranks with equal batches would otherwise count their samples several times. Metrics with their own `process_group`
-    or `dist_sync_fn` are left alone. Returns a function that restores the metrics.
+    or `dist_sync_fn` are left alone.
+
+    Args:
+        metrics: The torchmetrics objects.
+        ranks: Ranks whose states count, or None for all ranks.
+
+    Returns:
+        A function that restores the metrics.
     """
     changed = []
     if ranks is not None:
@@ -57,7 +68,7 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Make a metric and its inner metrics exchange all their states in one collective during the `with` block.
+    """Make a metric, and metrics inside it, send all their states in one collective during the `with` block.
 
     torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
     the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
@@ -80,7 +91,10 @@ def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
 
 
 def _exchange_states(metric: Any, select: Select, *_: Any, **__: Any) -> None:
-    """Set the metric's states to those merged over ranks. torchmetrics restores the local ones afterwards."""
+    """Replace a metric's states by the states of all ranks, merged with the metric's own reductions.
+
+    torchmetrics calls this before `compute()`, and restores this rank's states afterwards.
+    """
     own = {name: _on_cpu(getattr(metric, name)) for name in metric._reductions}
     everyone: list[dict[str, Any]] = select(gather_object([own]))
     for name, reduction in metric._reductions.items():
@@ -107,7 +121,10 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
-    """Restore the states of all torchmetrics objects in the task after the `with` block."""
+    """Restore the states of all torchmetrics objects in a task after the `with` block.
+
+    Used when a step runs on rows that must not count, such as padding.
+    """
     metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {
@@ -130,7 +147,7 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states of this rank's metrics that were updated since their last reset, by module path."""
+    """Return copies of the states of all metrics that were updated since their last reset, by module path."""
     return {
         path: {
             "updates": metric._update_count,
@@ -146,7 +163,15 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge the metric states of several ranks, with the reduction of each state."""
+    """Merge the metric states that several ranks have saved, each state with the metric's own reduction.
+
+    Args:
+        task: Task that contains the metrics.
+        states: For each rank, its result of `metric_states`.
+
+    Returns:
+        The merged states, in the form of `metric_states`.
+    """
     metrics = find_metrics(task)
     merged: dict[str, Any] = {}
     for path in dict.fromkeys(path for each in states for path in each):
@@ -165,13 +190,19 @@ def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[
 def _combined(values: list[Any], reduction: Any) -> Any:
     if isinstance(values[0], list):
         return [item for value in values for item in value]
+    # Without a reduction there is no rule for merging, so the first rank's state is kept.
     if len(values) == 1 or reduction is None:
         return values[0]
     return reduction(torch.stack(values))
 
 
 def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load states from `metric_states` into the metrics of the task. Metrics without a state are reset."""
+    """Load saved states into the torchmetrics objects of a task, and reset all objects without a saved state.
+
+    Args:
+        task: Task that contains the metrics.
+        states: States by module path, from `metric_states`.
+    """
     for path, metric in find_metrics(task).items():
         metric.reset()
         saved = states.get(path)
@@ -184,7 +215,7 @@ def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any
 
 
 def find_metrics(task: nn.Module) -> dict[str, Any]:
-    """Return the torchmetrics objects in the task by module path, without importing torchmetrics."""
+    """Return all torchmetrics objects inside a task, by module path. Returns {} if torchmetrics is not imported."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}

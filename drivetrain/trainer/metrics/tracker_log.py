@@ -1,4 +1,4 @@
-"""Writing of logged values to the trackers."""
+"""Writing of logged values to the experiment trackers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ PATIENCE = timedelta(seconds=1)
 
 @dataclass(eq=False)
 class TrackerLog:
-    """Writer of logged values to the trackers. Step values are written at intervals, epoch values at the epoch's end.
+    """Writer that sends logged values to the experiment trackers.
+
+    Values of steps are written at intervals, values of an epoch at its end.
 
     Attributes:
         trainer: Trainer whose trackers receive the values.
@@ -58,13 +60,13 @@ class TrackerLog:
     # Step values
 
     def begin_training(self) -> None:
-        """Start the interval of `log_every_n_steps` if that is a duration."""
+        """Prepare the interval between writes of step values, if `log_every_n_steps` is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Compute the next optimizer step whose values are written."""
+        """Compute the number of the optimizer step at which step values are written to the trackers next."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
@@ -77,7 +79,7 @@ class TrackerLog:
         self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
-        """Write the values of the current step if they are due and not yet written."""
+        """Write the current optimizer step's values to the trackers if they are due and not yet written."""
         trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
@@ -96,7 +98,10 @@ class TrackerLog:
                 self.write(numbers, step)
 
     def write_evaluation_step(self) -> None:
-        """Write the values that an evaluation step logged with `on_step`, over the number of earlier batches."""
+        """Write the values that an evaluation step logged with `on_step=True` to the trackers.
+
+        Their step number is the number of batches that were evaluated before.
+        """
         values, number = self.trainer.logged.end_evaluation_batch()
         if values and self.trainer.tracker_group.writes_here:
             self.write(to_numbers(values), number)
@@ -104,7 +109,14 @@ class TrackerLog:
     # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Reduce the values of a stage over the epoch and return them. Those of training are also written."""
+        """Reduce the values that a stage has logged in an epoch over batches and ranks, and return the results.
+
+        Results of training are also written to the trackers. Runs a collective.
+
+        Args:
+            stage: Stage of the epoch.
+            keep: False for a sanity check, whose results are discarded.
+        """
         trainer = self.trainer
         assert trainer.task is not None
         with trainer.timing.span(LOGGING):
@@ -126,11 +138,18 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the name of an epoch's value in the results of `validate` and `test`."""
+        """Return the key of an epoch's value in the dicts that `validate` and `test` return."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Pass numbers to the trackers of this rank, without waiting until they are written."""
+        """Send numbers to the experiment trackers of this rank, without waiting until they are written.
+
+        Does nothing on ranks whose trackers do not write.
+
+        Args:
+            values: Numbers by name.
+            step: Number of the step.
+        """
         trainer = self.trainer
         if trainer.tracker_group.writes_here:
             self.written.update(values)
@@ -139,9 +158,12 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the logged values of the last optimizer step before an exception.
+        """Write the values of the last optimizer step to the trackers after an exception.
 
         If not all ranks arrive here within a second, trackers receive the values of this rank alone.
+
+        Args:
+            though_not_due: True to write the values even if `log_every_n_steps` does not select this step.
         """
         is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:
@@ -169,14 +191,18 @@ class TrackerLog:
             return
         if own:
             logger.warning(
-                f"Not all processes raised, so the last values of {', '.join(own)} (step {step}) are those of rank "
-                f"{trainer.global_rank} alone, although they were logged with sync_dist=True."
+                f"Not all processes raised an exception, so the last values of {', '.join(own)} (step {step}) could "
+                f"not be reduced. The trackers receive those of rank {trainer.global_rank}, despite sync_dist=True."
             )
         self.write(to_numbers(values), step)
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Call `write` and suppress its exceptions, which would hide the one that is being handled."""
+        """Call a function and suppress its exceptions, which would hide the exception that is being handled.
+
+        Args:
+            write: Function that writes values.
+        """
         with suppress(Exception):
             write()
 
@@ -186,12 +212,13 @@ class TrackerLog:
         return owner.hparams  # type: ignore[no-any-return]
 
     def begin_run(self, task: Task) -> None:
-        """Open the runs of the trackers, and pass the hyper-parameters and the graph of the task to them."""
+        """Start a run in each tracker, and send the trackers the hyper-parameters and the graph of the task."""
         self._run = next(_RUNS)
         group = self.trainer.tracker_group
         if self.trainer.world_size > 1:
             group.share_directories()
         group.start()
+        # The task comes last, so that its values win over equal names of the data module.
         owners = [each for each in (self.trainer.datamodule, task) if each is not None]
         shown = [self.hyper_parameters_of(each) for each in owners if each.__dict__.get("_log_hyperparams", True)]
         values = {name: value for hparams in shown for name, value in hparams.items() if name != CLASS_PATH}
@@ -200,7 +227,12 @@ class TrackerLog:
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:
-        """Close the runs of the trackers with the status of the run, and log the best model if it completed."""
+        """Close the run in each tracker, with its status. After a completed training, also log the best checkpoint.
+
+        Args:
+            error: Exception that ended the run, or None.
+            is_training: True for `fit`.
+        """
         trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)

@@ -27,17 +27,17 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Connection between the parts of a run and its profiler.
+    """Link between a run and its profiler: wraps functions so that the profiler measures their calls.
 
-    Each part of the run asks once, before the loop, for the function to call. Without a profiler it gets its own
-    function back, so that profiling costs nothing.
+    Parts of the run wrap their functions once, before the loop. Without a profiler, functions are returned unchanged,
+    so that profiling costs nothing.
     """
 
     def __init__(self, trainer: Trainer, profiler: Profiler | str | None, barebones: bool) -> None:
         if profiler is not None and barebones:
             raise ConfigurationError(
-                f"Trainer(barebones=True, profiler={profiler!r}): a profiler is something around the loop. "
-                "Leave one of the two out.",
+                f"Trainer(barebones=True, profiler={profiler!r}) is not possible: a barebones run measures nothing. "
+                "Leave out one of the two.",
             )
         self._trainer = trainer
         self.profiler = PassThroughProfiler() if profiler is None else make_profiler(profiler)
@@ -48,22 +48,26 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Replace words in the names of actions, so that they equal those of another framework."""
+        """Set words to replace in the names of actions, so that the names match another framework."""
         self._words = words
 
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the action's name for a callback's hook. Two callbacks of one class differ by their `state_key`."""
+        """Return the name of the action for a callback's hook, such as `[Callback]Timer.on_fit_start`.
+
+        The name contains the callback's `state_key` if there are several callbacks of its class.
+        """
+        # The class name alone is ambiguous if there are several callbacks of a class.
         twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the action's name for an operation of the strategy."""
+        """Return the name of the action for an operation of the strategy, such as `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the action's name for a method of the task or the data module."""
+        """Return the name of the action for a method of a task or data module, such as `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
@@ -73,7 +77,7 @@ class Actions:
     # Measured functions
 
     def watch(self, action: str, function: C) -> C:
-        """Return a function that reports each call to the profiler, or `function` itself without a profiler."""
+        """Wrap a function so that the profiler measures its calls. Without a profiler, return it unchanged."""
         if not self.measures:
             return function
         profile = self.profiler.profile
@@ -86,17 +90,21 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """Return an iterable that reports the wait for each value to the profiler as `action`."""
+        """Return an iterable over the values in which the profiler measures the wait for each value."""
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """Return an iterable over training batches that reports the waits to the profiler and counts the samples."""
+        """Return an iterable over training batches that measures the wait for each one and counts samples.
+
+        Without a profiler, the batches are returned unchanged.
+        """
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
         self._workers = getattr(loader, "num_workers", None)
 
         def add(value: T) -> T:
+            # One unknown count makes the total unknown.
             rows = None if loader.current is None else loader.current.real_rows
             self._samples = None if rows is None or self._samples is None else self._samples + rows
             return value
@@ -114,7 +122,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Return `hooks` with the backward and the optimizer step reported as actions to the profiler."""
+        """Return hooks for the training step in which the profiler measures backward and optimizer step."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy
@@ -129,6 +137,7 @@ class Actions:
     def begin(self, task: Task, stage: Stage) -> None:
         if self.measures:
             trainer = self._trainer
+            # Without a rank, file names of a single process stay short.
             local_rank = trainer.local_rank if trainer.world_size > 1 else None
             self.profiler.setup(stage.verb, local_rank, trainer.local_dir)
             self.profiler.attach(task, self._count_steps)
@@ -137,6 +146,7 @@ class Actions:
     def finish(self, stage: Stage) -> None:
         if self._is_open:
             self._is_open = False
+            # The report needs the recordings that `teardown` releases.
             self.profiler.describe()
             if stage is Stage.TRAIN and self._trainer.is_global_zero:
                 self._print_time_spent()
@@ -154,19 +164,24 @@ class Actions:
         current = self._trainer.current
         if kind == Stage.TRAIN.step_name:
             return current.training_batches
+        # Evaluation steps run once per loader, so the loaders' lengths are added.
         [stage] = [each for each in Stage if each.step_name == kind]
         return sum(current.evaluation_batches.get(stage, ()), 0.0)
 
 
 def make_profiler(given: Profiler | str) -> Profiler:
-    """Return the profiler for the Trainer's argument. Raises `ConfigurationError` for an unknown name."""
+    """Create the profiler that the Trainer's argument `profiler` names. A `Profiler` is returned unchanged.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
     if isinstance(given, Profiler):
         return given
     name = given.lower() if isinstance(given, str) else ""
     if name not in NAMES:
         allowed = ", ".join(map(repr, NAMES))
         raise ConfigurationError(
-            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
+            f"profiler={given!r} is not valid. Use one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
         )
     from drivetrain.trainer import profilers  # imports torch's profiler
 

@@ -54,6 +54,7 @@ class AdvancedProfiler(Profiler):
 
     def start(self, action_name: str) -> None:
         if self._running:
+            # Python allows only one active `cProfile` per process.
             self.profiled_actions[self._running[-1]].disable()
         self._running.append(action_name)
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
@@ -61,11 +62,13 @@ class AdvancedProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         if not self._running or self._running[-1] != action_name:
             raise ConfigurationError(
-                f"Attempting to stop recording an action ({action_name}) that is not the one that was started last"
-                f"{f' ({self._running[-1]})' if self._running else ''}. Call start first, or use profile.",
+                f"Attempting to stop recording an action ({action_name}) that is not the one that was started "
+                f"last{f' ({self._running[-1]})' if self._running else ''}. Call start first, or use `with "
+                "profiler.profile(...)`.",
             )
         self.profiled_actions[self._running.pop()].disable()
         if self._running:
+            # The outer action continues to be measured.
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:

@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r'[\\/:*?"<>|\s]')
 
 
 class Profiler(ABC):
-    """Base class of profilers, which measure the named actions of a run.
+    """Base class of profilers, which measure named actions of a run, such as hooks and optimizer steps.
 
     The Trainer reports hooks of the task and the callbacks, steps, operations of the strategy and the wait for data.
     `trainer.profiler.profile("mine")` measures an action of your own. A Trainer without a profiler reports nothing.
@@ -76,7 +76,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Start measuring an action.
+        """Start measuring an action, such as a hook or an optimizer step.
 
         Args:
             action_name: Name of the action.
@@ -84,7 +84,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """Stop measuring an action that `start` began.
+        """Stop measuring an action that was started by `start`.
 
         Args:
             action_name: Name of the action.
@@ -92,7 +92,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Measure the body of a `with` statement as an action.
+        """Return a context manager that measures its body as an action.
 
         Args:
             action_name: Name of the action.
@@ -104,11 +104,11 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def summary(self) -> str:
-        """Return the report as text, or an empty string if there is none."""
+        """Return the report as text, or an empty string if the profiler has no report."""
         return ""
 
     def describe(self) -> None:
-        """Print the report, or write it to its file if the profiler has a `filename`."""
+        """Print the report, or write it to a file if the profiler has a `filename`."""
         report = self.summary()
         if not report:
             return
@@ -121,7 +121,7 @@ class Profiler(ABC):
             print_text(report)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare the profiler when fit, validate, test or predict begins.
+        """Prepare the profiler at the beginning of `fit`, `validate`, `test` or `predict`.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -129,10 +129,13 @@ class Profiler(ABC):
             log_dir: Directory for the files if the profiler has no `dirpath`.
         """
         self._stage, self._local_rank = stage, local_rank
+        # The directory of the first run is kept for later ones.
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Receive the task and its numbers of steps, after `setup`.
+        """Receive the task that will run, and a function that counts its steps per epoch.
+
+        Called after `setup`.
 
         Args:
             model: Task that will run.
@@ -141,7 +144,9 @@ class Profiler(ABC):
         """
 
     def teardown(self, stage: str | None) -> None:
-        """Release the profiler's resources when fit, validate, test or predict ends, after `describe`.
+        """Release the profiler's resources at the end of `fit`, `validate`, `test` or `predict`.
+
+        Called after `describe`.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -149,11 +154,11 @@ class Profiler(ABC):
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process on its machine, 0 if it is the only process."""
+        """Rank of this process on its machine, or 0 if it is the only process."""
         return self._local_rank or 0
 
     def output_path(self, extension: str, action_name: str | None = None) -> Path:
-        """Return the path for a file of the profiler, and create its directory.
+        """Return the path for one of the profiler's files, and create its directory.
 
         Args:
             extension: File extension, such as `".txt"`.
@@ -161,13 +166,14 @@ class Profiler(ABC):
         """
         folder = Path(self.dirpath or ".")
         folder.mkdir(parents=True, exist_ok=True)
+        # Rank 0 must stay in the name, so only None and empty strings are left out.
         parts = [self._stage, self.filename, self._local_rank, action_name]
         name = "-".join(str(part) for part in parts if part not in (None, ""))
         return folder / (_UNSAFE.sub("_", name or "profile") + extension)
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that measures nothing. Used by a Trainer without a profiler.
+    """Profiler that measures nothing, for a Trainer without a profiler.
 
     Args:
         dirpath: Ignored.
@@ -184,11 +190,15 @@ class PassThroughProfiler(Profiler):
 
 
 class TaskProfiler:
-    """Descriptor for `task.profiler`, which returns the profiler of the task's Trainer. A task may assign its own."""
+    """Descriptor of a task's attribute `profiler`, which returns the Trainer's profiler.
+
+    A task may assign its own.
+    """
 
     def __get__(self, task: Any, owner: type) -> Any:
         if task is None:
             return self
+        # `task.trainer` would raise an error without a Trainer.
         trainer = task.__dict__.get("_trainer")
         return _UNATTACHED if trainer is None else trainer.profiler
 

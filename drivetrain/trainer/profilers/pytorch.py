@@ -83,16 +83,17 @@ class PyTorchProfiler(Profiler):
         unknown = profiler_kwargs.keys() - inspect.signature(profile.__init__).parameters.keys()
         if unknown:
             raise ConfigurationError(
-                f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. It has "
+                f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. Allowed are "
                 f"{', '.join(list(inspect.signature(profile.__init__).parameters)[1:])}.",
             )
         if emit_nvtx and detect_device_kind().name != "cuda":
-            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs an NVIDIA GPU. Leave it out.")
+            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) requires an NVIDIA GPU. Leave emit_nvtx out.")
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key = row_limit, sort_by_key
         usual = schedule(wait=1, warmup=1, active=3, repeat=1)
         self._schedule: Callable[[int], Any] | None = profiler_kwargs.pop("schedule", usual)
+        # Without a schedule, recording begins at once and needs no number of steps.
         self._steps_needed = 0 if self._schedule is None else _steps_to_record(self._schedule)
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         self._options: dict[str, Any] = {"record_shapes": group_by_input_shapes, **profiler_kwargs}
@@ -120,12 +121,14 @@ class PyTorchProfiler(Profiler):
         self._model, self._count_steps = model, count_steps
 
     def start(self, action_name: str) -> None:
+        # Actions are called `[Task]Name.training_step`.
         kind = action_name.rpartition(".")[2]
         if kind in self.STEP_FUNCTIONS and not self.emit_nvtx:
             self._begin_step(kind)
         elif self._recording is None and (self._schedule is None or self.emit_nvtx):
             self._begin_recording(kind="", plan=None)
         if self._recording is not None:
+            # The prefix marks the block, so that the report can find actions among the events.
             self._blocks[action_name] = record_function(f"{self.prefix[:-1]}][profile]{action_name}")
             self._blocks[action_name].__enter__()
 
@@ -154,7 +157,7 @@ class PyTorchProfiler(Profiler):
 
     @property
     def function_events(self) -> EventList | None:
-        """Recorded events of all traces, or None before the first recording."""
+        """Recorded events of all traces so far, or None before the first recording."""
         if not self._events:
             return None
         first = self._events[0]
@@ -170,7 +173,7 @@ class PyTorchProfiler(Profiler):
         return joined
 
     def _synchronisations(self, events: Any) -> Iterator[str]:
-        """Yield a line of the report for each action in which the CPU waited for a value from the device."""
+        """Yield a line of the report for each action in which the CPU waited for a tensor's value."""
         found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent
@@ -187,22 +190,24 @@ class PyTorchProfiler(Profiler):
             milliseconds = sum(event.cpu_time_total for event in waits) / 1e3
             names = ", ".join(sorted({event.name.removeprefix("aten::") for event in waits}))
             yield (
-                f"{action} reads a tensor's value {each:.3g} times each time it runs ({names}; {milliseconds:.3g} ms "
-                f"in all). On a GPU each waits for all that was launched before: log tensors as they are, and leave "
-                ".item(), print and float() to where values are shown."
+                f"{action} reads a tensor's value {each:.3g} times per call ({names}; {milliseconds:.3g} ms in total). "
+                "On a GPU, each read waits for all operations that were launched before. Log tensors directly, and use "
+                ".item(), print and float() only where values are shown."
             )
 
     # Recording
 
     def _begin_step(self, kind: str) -> None:
-        """Advance the recording at the start of a step, such as "training_step"."""
+        """Begin or advance the recording at the start of a step, such as `"training_step"`."""
         if self._schedule is None:
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)
             return
+        # A schedule with `repeat` is over after its last trace.
         if kind in self._finished:
             return
         if self._recording is not None and self._kind == kind:
+            # The profiler counts steps; the schedule decides what each step does.
             self._recording.step()
             if kind in self._finished:
                 self._end_recording()
@@ -211,14 +216,14 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """Return the schedule, or one that records every step if an epoch has fewer steps than it needs."""
+        """Return the schedule for steps of a kind. If an epoch is too short for it, record every step and warn."""
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:
             return self._schedule
         warnings.warn(
             f"PyTorchProfiler: an epoch has {steps:g} calls of {kind}, not enough steps to properly record traces: the "
-            f"schedule takes {self._steps_needed}. All of them are recorded, without a warm-up.",
+            f"schedule needs {self._steps_needed}. All of them are recorded, without a warm-up.",
             stacklevel=2,
         )
         last = max(int(steps), 1) - 1
@@ -257,6 +262,7 @@ class PyTorchProfiler(Profiler):
         recording, self._recording = self._recording, None
         if recording is None:
             return
+        # Blocks that are still open must end within the recording, the innermost first.
         for block in reversed(self._blocks.values()):
             block.__exit__(None, None, None)
         self._blocks.clear()
@@ -267,9 +273,10 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Show the forward of each module as a block in the traces of torch's profiler, during the `with` block."""
+    """Context manager that shows each module's forward as a named block in traces of `torch.profiler`."""
     handles = []
     for name, module in model.named_modules():
+        # The root module has no name, and TorchScript modules accept no hooks.
         if name and not isinstance(module, torch.jit.ScriptModule):
             kind = type(module)
             block = f"{prefix}{kind.__module__}.{kind.__name__}: {name}"
@@ -295,13 +302,13 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 
 
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
-    """Return the number of steps until the schedule completes its first trace, or 0 if it never does."""
+    """Return the number of steps after which a schedule completes its first trace, or 0 if it never does."""
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
+    # Schedules are functions, so they can only be tried out.
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)
 
 
 def _is_over(plan: Callable[[int], Any], step: int) -> bool:
-    """Return True if the schedule records nothing from this step on."""
     idle = torch.profiler.ProfilerAction.NONE
     return all(plan(later) is idle for later in range(step, step + 10_000))
 
@@ -312,7 +319,7 @@ def _check_table_options(given: dict[str, Any]) -> None:
             argument = "row_limit" if name == "row_limit" else "sort_by_key"
             raise KeyError(
                 f"Found invalid table_kwargs key: {name}. This is already a positional argument of the Profiler. "
-                f"Give PyTorchProfiler({argument}=...)."
+                f"Use PyTorchProfiler({argument}=...)."
             )
         allowed = [each for each in inspect.signature(EventList.table).parameters if each not in ("self", "sort_by")]
         if name not in allowed:

@@ -20,7 +20,7 @@ _COLUMNS = ("Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
 
 
 class SimpleProfiler(Profiler):
-    """Profiler that reports mean duration, number of calls and total time of each action.
+    """Profiler that reports the number of calls and the mean and total duration of each action.
 
     A nested action counts in its own total and in that of the outer one. `own_seconds` excludes nested actions. `fit`
     also prints a sentence at its end about the parts that took most of the time, such as waiting for data.
@@ -69,20 +69,22 @@ class SimpleProfiler(Profiler):
     def start(self, action_name: str) -> None:
         if action_name in self.current_actions:
             raise ConfigurationError(
-                f"Attempted to start {action_name}, which has not stopped yet. Give each action that runs in another "
-                "one a name of its own.",
+                f"Attempted to start {action_name}, which has not stopped yet. Use different names for an action and "
+                "the actions within it.",
             )
         self._within.append(0.0)
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
+        # First, so that the bookkeeping below is not measured.
         now = time.perf_counter()
         if action_name not in self.current_actions:
             raise ConfigurationError(
                 f"Attempting to stop recording an action ({action_name}) which was never started. Call start first, "
-                "or use profile.",
+                "or use `with profiler.profile(...)`.",
             )
         seconds = now - self.current_actions.pop(action_name)
+        # The time of nested actions belongs to them.
         self.own_seconds[action_name] += seconds - self._within.pop()
         if self._within:
             self._within[-1] += seconds
@@ -124,11 +126,10 @@ _OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
 def time_spent(
     timing: Timing, profiler: SimpleProfiler, samples: int | None, workers: int | None, processes_here: int = 1
 ) -> TimeSpent:
-    """Split the time of a `fit` into its parts, with callbacks and methods of the task listed by name."""
+    """Return how long each part of a `fit` took. Callbacks and methods of the task are listed by name."""
     named: dict[str, float] = defaultdict(float)
-    making = profiler.own_seconds.get(
-        "setup_train_dataloader", 0.0
-    )  # runs before the first epoch, so `timing` lacks it
+    # Loaders are created before the first epoch, so `timing` does not include this.
+    making = profiler.own_seconds.get("setup_train_dataloader", 0.0)
     named["making the training loader"] = making
     for action, seconds in profiler.own_seconds.items():
         owned = _OWNED.match(action)
@@ -138,4 +139,5 @@ def time_spent(
         elif kind not in ("", "Strategy"):
             named[f"{owner}.{name}"] += seconds
     spent = TimeSpent.of(timing, samples, workers, cores_of_process(processes_here), dict(named))
+    # Some named actions, such as `setup` hooks, run outside of the time that `timing` measures.
     return replace(spent, total=max(spent.total + making, sum(named.values())))

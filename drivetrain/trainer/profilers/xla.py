@@ -11,7 +11,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class XLAProfiler(Profiler):
-    """Profiler that serves traces of a run on XLA for TensorBoard, with the names of actions.
+    """Profiler for XLA devices: serves traces to TensorBoard in which the actions of the run have names.
 
     Args:
         port: Port of the trace server. Each process of a machine adds its local rank.
@@ -35,6 +35,7 @@ class XLAProfiler(Profiler):
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
+        # The server stays for later runs of this process, since its port is in use.
         if self._server is None:
             self._server = xla.serve_profiles(self.port + self.local_rank)
 

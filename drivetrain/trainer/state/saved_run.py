@@ -1,4 +1,4 @@
-"""Saving of a Trainer's run to a checkpoint, and restoring it from one."""
+"""Saving of a Trainer's run to a checkpoint, and restoring of the run from one."""
 
 from __future__ import annotations
 
@@ -47,15 +47,27 @@ if TYPE_CHECKING:
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """Return how the ranks share the data. A rank's saved state is valid only in a run with an equal layout."""
+    """Return a description of how batches are divided among the ranks, to compare a saved run with the current one.
+
+    The state that a rank has saved can be restored only in a run with an equal layout.
+    """
     topology = strategy.topology
     return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Return the logged values and metric states for this rank from a run with other ranks or another layout.
+    """Return the logged values and metric states with which this rank continues a run saved by other ranks.
 
-    Each saved rank is assigned to exactly one rank of this run, so that sums over an epoch stay complete.
+    Used when the number of ranks or their layout has changed. Each saved rank is assigned to exactly one rank of this
+    run, so that sums over an epoch stay complete.
+
+    Args:
+        directory: Directory of the checkpoint.
+        strategy: Strategy of this run.
+        task: Task that contains the metrics.
+
+    Returns:
+        The merged state, or {} if the checkpoint contains no logged values.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -86,6 +98,7 @@ def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any
 def _combined(one: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     totals = [entry["total"] for entry in (one, other) if entry["total"] is not None]
     if len(totals) == 2:
+        # Pending values are concatenated below, not reduced: another order of additions would change the result.
         totals = [_total(one["reduction"], totals[0], totals[1])]
     pending = [entry["pending"] for entry in (one, other) if entry["pending"] is not None]
     return {
@@ -121,10 +134,11 @@ _WITHIN_STEPS = (
 
 
 class StepSnapshot:
-    """State of this process after the last finished step, for saves within a step or a validation.
+    """Copy of this process's state after the last finished step, for checkpoints that are saved within a step.
 
-    A resumed run repeats the unfinished step. Its random numbers, logged values, metric updates and buffers must
-    therefore not be saved. A mark copies the random states, the metric states and the buffers.
+    A resumed run repeats the unfinished step or validation. Its random numbers, logged values, metric updates and
+    buffers
+    must therefore not be saved. A mark copies the random states, the metric states and the buffers.
 
     Attributes:
         random: Random state at the mark, or None without a mark.
@@ -141,7 +155,7 @@ class StepSnapshot:
         self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
-        """Store the present state, before a step or a validation."""
+        """Copy the current state of this process, before a training step or a validation changes it."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
         self.random = RandomState.capture()
@@ -150,24 +164,30 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Store the buffers again, after a callback has swapped them together with the weights."""
+        """Copy the task's buffers again, because a callback has swapped them together with the weights.
+
+        Does nothing between two steps.
+        """
         if self.is_open:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Drop the stored state, so that a save takes the present one."""
+        """Discard the copied state, so that the next checkpoint contains the current state."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
-        """True if the step or validation that began at the mark is not finished."""
+        """True while a step or validation is running that began after the latest `mark`."""
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Set the task's buffers to their stored values for the `with` block, then restore the present ones."""
+        """Give the task's buffers their values from before the unfinished step, for the `with` block only.
+
+        Used while a checkpoint is saved. Does nothing between two steps.
+        """
         if not self.is_open:
             yield
             return
@@ -183,7 +203,10 @@ class StepSnapshot:
             buffer.data.copy_(value)  # `.data` keeps the version counter: the open backward would fail otherwise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the logged values and metric states of this rank, as of the mark if a step is unfinished."""
+        """Return this rank's logged values and metric states as of the last finished step, for a checkpoint.
+
+        Between two steps, they are the current ones.
+        """
         if self.is_open:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
         return {
@@ -203,7 +226,7 @@ def _saved_buffers(task: nn.Module) -> list[Tensor]:
 
 
 def saves_within_steps(trainer: Trainer) -> bool:
-    """Return True if a callback or the task may save a checkpoint between the start and the end of a step."""
+    """Return True if a hook of a callback or the task could save a checkpoint while an optimizer step is running."""
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))
     return any(
@@ -215,7 +238,7 @@ logger = get_logger(__name__)
 
 
 class Directories(CheckpointFormat):
-    """Checkpoint format of this package: a directory that all ranks write."""
+    """Native checkpoint format: a directory into which every rank writes its part."""
 
     name = "drivetrain"
 
@@ -250,12 +273,12 @@ class Directories(CheckpointFormat):
         if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
             if trainer.spawning is not None:
                 raise CheckpointError(
-                    f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends "
-                    "with the processes that fit() has started. Let a ModelCheckpoint save it there; its "
-                    "best_model_path and last_model_path are known here."
+                    f"With strategy={trainer.strategy.name!r}, the state of a run exists only in the processes that "
+                    "fit() starts, and is gone after fit(). Add a ModelCheckpoint, which saves during fit(), and use "
+                    "its best_model_path or last_model_path afterwards."
                 )
             raise CheckpointError(
-                "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
+                "There is nothing to save yet. Save the checkpoint in a hook that runs during fit(), or after fit()."
             )
         models, step = run.prepared.models, trainer.progress.global_step
         is_evaluated = all(
@@ -284,7 +307,6 @@ DIRECTORIES = Directories()
 
 
 def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, keeps_objects: bool) -> dict[str, Any]:
-    """Return the entries of the Trainer for a checkpoint, by name."""
     data = trainer.task_run.datamodule
 
     def without_secrets(values: Any) -> Any:
@@ -310,13 +332,12 @@ def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, k
 
 
 def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
-    """Return a method of the data module, timed if the Trainer has a profiler."""
     method: Callable[..., Any] = getattr(data, name)
     return trainer.actions.watch(trainer.actions.of_owner(data, name), method)
 
 
 class SavedRun:
-    """Checkpoint that is being restored into a run, in several phases while the run is built.
+    """Checkpoint from which a Trainer's run is restored, phase by phase while the run is set up.
 
     A checkpoint of an `Accelerator` has no entries of a Trainer. The run then takes its position from the training
     loader, and counts steps from 0 or from the Trainer's checkpoint that the Accelerator had loaded before.
@@ -326,6 +347,7 @@ class SavedRun:
         self._trainer, self._directory = trainer, directory
         run = trainer.accelerator.run_state
         self._strict: bool = trainer.task is None or trainer.task.strict_loading
+        # Hooks expect full weights, and reading shards needs a target for every saved tensor.
         whole = self._hooks_see_weights() or not self._strict
         content = trainer.checkpoint_format.content(directory)
         self._saved = run.open(directory, whole=whole, content=content)
@@ -339,24 +361,23 @@ class SavedRun:
 
     @property
     def step(self) -> int | None:
-        """Optimizer step at which the checkpoint was saved, or None if an `Accelerator` saved it."""
+        """Optimizer step at which a Trainer saved the checkpoint, or None if an `Accelerator` saved it."""
         return int(self._entries["progress"]["global_step"]) if self._is_ours else None
 
     def _hooks_see_weights(self) -> bool:
-        """Return True if a hook reads the full weights. They must then be gathered, not read per shard."""
         trainer = self._trainer
         return is_overridden(trainer.task, Task, "on_load_checkpoint") or any(
             is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks
         )
 
     def restore_for_evaluation(self) -> None:
-        """Restore only the model's weights, after the task's `on_load_checkpoint`."""
+        """Restore the model's weights for an evaluation. The task's `on_load_checkpoint` is called first."""
         trainer, engine = self._trainer, self._saved.engine
         assert trainer.task is not None
         assert trainer.model is not None
         if len(engine["models"]) != 1:
             raise CheckpointError(
-                f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
+                f"{self._directory} contains {len(engine['models'])} models, but a task can load only a single model."
             )
         shown_to_hooks = trainer.checkpoint_format.shown_to_hooks
         with as_hooks_see_it(engine, 0, self._entries) as state, shown_to_hooks(state) as shown:
@@ -364,7 +385,10 @@ class SavedRun:
         self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
-        """Restore the data module and the callbacks, and call `on_load_checkpoint`, before optimizers exist."""
+        """Restore the data module and the callbacks from the checkpoint, before optimizers are created.
+
+        Also calls the `on_load_checkpoint` hooks of the task and the callbacks.
+        """
         trainer, entries, engine = self._trainer, self._entries, self._saved.engine
         assert trainer.task is not None
         self._saved.refuse_weights_only()
@@ -381,15 +405,18 @@ class SavedRun:
         unknown = set(callbacks) - {checkpoint.key_here(callback.state_key) for callback in trainer.callbacks}
         if unknown:
             logger.warning(
-                f"The checkpoint has the states of callbacks that this Trainer has not: {', '.join(sorted(unknown))}. "
-                "They are left out."
+                "The checkpoint contains the states of callbacks that this Trainer does not have: "
+                f"{', '.join(sorted(unknown))}. These states are ignored."
             )
         for callback in trainer.callbacks:
             if (key := checkpoint.key_here(callback.state_key)) in callbacks:
                 callback.load_state_dict(callbacks[key])
 
     def _migrate(self, shown: dict[str, Any]) -> None:
-        """Call the task's `on_load_checkpoint`, also for each further copy of the weights that a callback stores."""
+        """Call the task's `on_load_checkpoint` on the checkpoint and on each further copy of the weights in it.
+
+        A callback may store such a copy, for example averaged weights.
+        """
         trainer = self._trainer
         assert trainer.task is not None
         names = {name for each in trainer.callbacks if (name := each.further_weights) in shown}
@@ -405,7 +432,7 @@ class SavedRun:
         self._saved.restore_models(strict=self._strict)
 
     def restore_training(self) -> None:
-        """Restore optimizers, schedulers, the loss scale, registered objects and the counters."""
+        """Restore optimizers, schedulers, the loss scale, registered objects and the counters from the checkpoint."""
         trainer, saved, entries = self._trainer, self._saved, self._entries
         saved.restore_optimizers()
         for optimizer in trainer.optimizers:
@@ -422,7 +449,10 @@ class SavedRun:
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
-        """Move the training loader to the batch after the checkpoint."""
+        """Move the training loader to the position of the checkpoint, so that training continues with the next batch.
+
+        If the number of ranks has changed, also correct the count of batches in the epoch.
+        """
         progress = self._trainer.progress
         state = self._position_for(loader)
         if state is None:
@@ -446,20 +476,20 @@ class SavedRun:
             progress.batches_in_epoch = loader.consumed_batches
 
     def _position_for(self, loader: PreparedLoader | CombinedLoader) -> dict[str, Any] | None:
-        """Return the saved position of the training loader, or None if the checkpoint has none."""
         positions = self._saved.engine["loaders"]
         if isinstance(loader, PreparedLoader):
             return positions[0] if positions else None
         count = len(loader.loaders)
         if len(positions) < count:
             return None
+        # A checkpoint of an `Accelerator` has no position of a `CombinedLoader`, only those of the loaders in it.
         between = self._entries.get("combined_loader") if self._is_ours else None
         if between is None:
             between = {"index": max(each["batches"] for each in positions[:count]), "ended": [False] * count}
         return {**between, "loaders": positions[:count]}
 
     def restore_process(self) -> None:
-        """Restore the logged values, metrics and random state of this rank.
+        """Restore the logged values, metrics and random state of this rank from the checkpoint.
 
         Call this directly before training, since any random number or logged value in between would change the run.
         """
@@ -470,8 +500,8 @@ class SavedRun:
                 own = taken_over(self._directory, trainer.strategy, trainer.task)
             if "logged" not in own:  # a file of another tool, or one imported from it
                 trainer.print(
-                    f"{self._directory} was written by another tool, which saves no random state and no open means: "
-                    "shuffling, dropout and the values of an epoch under way begin here."
+                    f"{self._directory} was written by another tool, which saves no random state and no logged "
+                    "values. Shuffling, dropout and the values of the current epoch therefore start anew."
                 )
                 return
             trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
@@ -481,12 +511,15 @@ class SavedRun:
 
 
 def _is_finished(position: Mapping[str, Any]) -> bool:
-    """Return True if the position is after the last batch of its epoch. A raw loop may save there."""
+    # An `Accelerator` loop may save after the last batch of an epoch, before it begins the next one.
     return bool(position.get("finished"))
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the loader position and random state after the last finished step, for a save within `fit`."""
+    """Return the loader position and random state as of the last finished step, for a checkpoint.
+
+    Outside `fit`, the result is empty.
+    """
     if trainer.loop is None:
         return Moment()
     batches, progress = trainer.loop.batches, trainer.progress
@@ -497,10 +530,13 @@ def moment_of(trainer: Trainer) -> Moment:
     elif batches.marked is not None and is_open:
         position = batches.marked
     elif reached is not None and reached.index < done:
+        # The loader has not read ahead of the finished steps, so its own position is the one to save.
         position = loader.state_dict()
     elif batches.finished is not None and batches.finished.index == done - 1:
+        # The loader has already read batches of the next step, which must be read again after a resume.
         position = loader.state_after(batches.finished)
     elif batches.origin is not None:
+        # No step of this pass has finished yet.
         position = batches.origin
     else:
         position = at_start_of(loader.state_dict(), progress.epoch)
@@ -515,7 +551,14 @@ def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str,
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Return a loader's position moved to the start of an epoch. Its random generators are kept."""
+    """Return a copy of a loader's state that is moved to the start of an epoch.
+
+    The states of random generators in it are not changed.
+
+    Args:
+        state: Result of a loader's `state_dict`.
+        epoch: Index of the epoch.
+    """
     if "loaders" in state:
         return {
             **state,
@@ -527,9 +570,14 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Move a loader to the batch after the first `batches` batches of an epoch.
+    """Move a loader to the position after the first batches of an epoch.
 
-    For checkpoints that store only this number.
+    Used for checkpoints that contain no position of the loader.
+
+    Args:
+        loader: Prepared training loader.
+        epoch: Index of the epoch.
+        batches: Number of batches to skip.
     """
     loader.set_epoch(epoch)
     if not batches:
@@ -548,7 +596,7 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
 
 
 def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return the checkpoint that `fit` resumes, or None.
+    """Return the checkpoint from which `fit` must resume, or None to start a new run.
 
     Without an argument, that is the one in the environment variable `DRIVETRAIN_RESUME`. It counts only for the first
     `fit` of a process.
@@ -561,9 +609,18 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """Return the path for `resume` or `ckpt_path`, or None to start anew. All ranks must call this together.
+    """Return the path of the checkpoint that `resume` or `ckpt_path` refers to, or None if there is none.
 
-    `"best"` and `"last"` refer to the `ModelCheckpoint`. `"auto"` is the newest checkpoint of earlier runs, if any.
+    All ranks must call this together, since `"auto"` runs a collective.
+
+    Args:
+        trainer: Trainer of the run.
+        given: Path, or None. `"best"` and `"last"` refer to the `ModelCheckpoint`. `"auto"` is the newest checkpoint of
+            earlier runs, if any.
+
+    Raises:
+        ConfigurationError: The `ModelCheckpoint` has no such checkpoint.
+        CheckpointError: `"auto"` could not search for checkpoints.
     """
     if given is None:
         return None
@@ -571,20 +628,20 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         callback = trainer.checkpoint_callback
         if callback is None:
             raise ConfigurationError(
-                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks.",
+                f"{given!r} was given, but `ModelCheckpoint` is not configured. Add one to the callbacks.",
             )
         if trainer.control.reason is not None and callback.run_identity not in (None, trainer.control.identity):
             raise ConfigurationError(
-                f"{given!r}: the ModelCheckpoint has the checkpoints of another Trainer, which was given it after this "
-                "one had trained. Give each Trainer its own, or name the checkpoint's path.",
+                f"{given!r}: the ModelCheckpoint has since been used by another Trainer, so it refers to the "
+                "checkpoints of that Trainer. Use one ModelCheckpoint per Trainer, or pass the checkpoint's path.",
             )
         found = getattr(callback, f"{given}_model_path")
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0)."
+                    "'best': the ModelCheckpoint is not configured to save the best checkpoint (save_top_k=0)."
                 )
-            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
+            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved a checkpoint yet.")
         return str(found)
     if given != "auto":
         return os.fspath(given)
@@ -597,14 +654,14 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     # The error of rank 0 is broadcast too, or the other ranks would wait here forever.
     path, problem = broadcast_object_list(answer)
     if problem is not None:
-        raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")
+        raise CheckpointError(f"resume='auto' could not search for checkpoints: {problem}")
     if path is not None:
         trainer.print(shown(f"Resuming from {path}"))
     return str(path) if path is not None else None
 
 
 def save_for_resume(trainer: Trainer) -> None:
-    """Save the checkpoint from which a run that a signal ended is resumed.
+    """Save a checkpoint from which training can be resumed after a signal ended it.
 
     Without a checkpoint callback, a preempted run saves to the default directory. A run ended by Ctrl-C saves nothing.
     """
@@ -621,7 +678,7 @@ def save_for_resume(trainer: Trainer) -> None:
 
 
 def _directories(trainer: Trainer) -> list[str]:
-    """Return the directories in which earlier runs of this script may have saved."""
+    # A preempted run without a checkpoint callback saves to the default directory.
     found = [_default_directory(trainer)]
     for callback in trainer.checkpoint_callbacks:
         found += callback.directories(trainer)
@@ -633,7 +690,7 @@ def _default_directory(trainer: Trainer) -> str:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """Return the newest checkpoint in the directories, or None. One saved after finite losses comes first."""
+    """Return the newest checkpoint in several directories, or None. Checkpoints with a finite loss take precedence."""
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
 
     def rank(path: str) -> tuple[bool, int]:

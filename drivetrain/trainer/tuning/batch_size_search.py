@@ -34,7 +34,9 @@ PATIENCE = 60.0
 
 
 def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
-    """Set the batch size of the task or its data module to the largest that fits, and return it.
+    """Search for the largest batch size that fits into memory, set it, and return it.
+
+    The batch size is an attribute of the task or its data module.
 
     All ranks must call this together, after the task is placed. Everything else is restored.
     """
@@ -47,6 +49,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
             fitting = trials.run()
         chosen = tried.chosen(fitting)
     finally:
+        # The previous size if the search failed.
         attribute.write(chosen)
         # Loaders made during the trials have another batch size.
         for source in trainer.task_run.sources.values():
@@ -60,38 +63,37 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the attribute that holds the batch size.
+    """Return the attribute that holds the batch size, after checking that a search can change it.
 
-    Raises `ConfigurationError` if a search cannot change it, for example because loaders were passed to `fit`.
+    Raises:
+        ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.
     """
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
-            f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads "
+            f"size is fixed. Define {stage.loader_name}() in the task or a DataModule, and let it read "
             f"{tried.batch_arg_name}.",
         )
     try:
         return TunedAttribute.find(
-            (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that makes the loaders read it."
+            (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that creates the loaders read it."
         )
     except MissingAttributeError:
-        _refuse_several(
-            trainer.task_run.sources[stage].raw(), stage
-        )  # the missing attribute would be a misleading error then
+        # With several loaders, an error about the missing attribute would be misleading.
+        _refuse_several(trainer.task_run.sources[stage].raw(), stage)
         raise
 
 
 def _refuse_several(loaders: Any, stage: Stage) -> None:
-    """Raise `ConfigurationError` if an evaluation has several loaders."""
     if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
-            f"{len(loaders)}. Let {stage.loader_name}() return one.",
+            f"{len(loaders)}. Return only one from {stage.loader_name}().",
         )
 
 
 class _Trials:
-    """Trials of one batch-size search.
+    """Trials of one batch-size search, each of which runs a few steps with one batch size.
 
     Attributes:
         done: Number of trials so far.
@@ -105,17 +107,22 @@ class _Trials:
         self._tried, self._attribute = tried, attribute
         self._source = trainer.task_run.sources[stage]
         self._trial = TrainingTrial(trainer, task, splits=False) if stage is Stage.TRAIN else None
+        # Pipeline stages exchange tensors in each pass, so no rank can try alone.
         self._apart = trainer.world_size > 1 and not trainer.strategy.schedules_microbatches
         loaders = self._source.raw()
         _refuse_several(loaders, stage)
         rows = _rows_of(loaders)
+        # The batch size is that of a rank, which reads only its share of the rows.
         shards = trainer.strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
         self._rows = None if rows is None else max(1, rows // shards)  # rows per rank
         self._most = tried.max_val if self._rows is None else min(tried.max_val, self._rows)
         self.done, self.ended = 0, ""
 
     def run(self) -> int:
-        """Try batch sizes until the search ends. Returns the largest that fits, or the first if none was tried."""
+        """Try batch sizes until the search ends, and return the largest that fits into memory.
+
+        If no size was tried, the first is returned.
+        """
         tried = self._tried
         size: int | None = min(tried.init_val, self._most)
         lacking: int | None = None
@@ -134,14 +141,15 @@ class _Trials:
                 self._report(size, made.enough, following if successes < tried.max_trials else None)
                 if following is None and not fitting:
                     raise RuntimeError(
-                        "Memory lacks for a batch of any size, even 1. Make the model smaller, or use more devices."
+                        "There is not enough memory for any batch size, not even for 1. Use a smaller model, or more "
+                        "devices."
                     ) from failure
                 size = following
         self._explain(fitting, lacking)
         return fitting or min(tried.init_val, self._most)
 
     def _report(self, size: int, fits: bool, following: int | None) -> None:
-        verdict = "succeeded" if fits else "failed, since memory lacks"
+        verdict = "succeeded" if fits else "failed, because memory was not enough"
         if following is None:
             logger.info("Batch size %d %s.", size, verdict)
         else:
@@ -150,9 +158,9 @@ class _Trials:
     def _explain(self, fitting: int, lacking: int | None) -> None:
         rows = self._rows
         if lacking is not None:
-            self.ended = f"Memory lacks for {lacking}."
+            self.ended = f"Memory is not enough for {lacking}."
         elif fitting and rows is not None and fitting >= rows:
-            self.ended = f"It is greater or equal than the length of the data, {rows} rows a process."
+            self.ended = f"It is greater or equal than the length of the data, {rows} rows per process."
             logger.info("The batch size %d is greater or equal than the length of the data, %d rows.", fitting, rows)
         elif fitting >= self._tried.max_val:
             self.ended = f"No larger one was tried (max_val={self._tried.max_val})."
@@ -160,13 +168,14 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Run a few steps with one batch size. Returns an attempt that shows if memory was enough.
+        """Run a few steps with one batch size on all ranks, and return whether memory was enough, as an `Attempt`.
 
         Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
         """
         self._attribute.write(size)
         what = "the batch-size search"
         if self._trial is not None and self._apart:
+            # A rank out of memory in the middle of an all-reduce would leave the others waiting.
             alone = attempt_together(partial(self._trial.try_gradients, self._source.again()), what, PATIENCE)
             if not alone.enough:
                 return alone
@@ -184,6 +193,7 @@ class _Trials:
             return True
 
         trial.run(self._source.again(), steps, run)
+        # Validation runs between training steps, so its memory must fit too.
         validation = trainer.task_run.sources[Stage.VALIDATE]
         if trainer.limit_val_batches != 0 and validation.is_defined() and is_overridden(task, Task, "validation_step"):
             try_evaluation(trainer, task, Stage.VALIDATE, validation.again(), steps)

@@ -52,7 +52,7 @@ class LRFinder:
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
         if mode not in MODES:
-            raise ConfigurationError(f"LRFinder(mode={mode!r}): give {' or '.join(map(repr, MODES))}.")
+            raise ConfigurationError(f"LRFinder(mode={mode!r}) is not valid. Use {' or '.join(map(repr, MODES))}.")
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
@@ -70,7 +70,7 @@ class LRFinder:
         if place is None:
             logger.error(
                 "Failed to compute suggestion for learning rate: fewer than two of the %d points are finite once %d "
-                "are left out at the beginning and %d at the end. Give lr_find a larger num_training, or more data.",
+                "are left out at the beginning and %d at the end. Use a larger num_training in lr_find, or more data.",
                 len(self.results["loss"]),
                 skip_begin,
                 skip_end,
@@ -79,23 +79,21 @@ class LRFinder:
         return self.results["lr"][place]
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
-        """Return the index of the point at which the loss falls fastest per step, or None.
-
-        The slope is taken over the index of the points and not over the rate. Otherwise the smallest rates, which are
-        closest to each other, would dominate with their noise. A slope over several points reduces noise further.
-        """
+        # The slope is taken over the index of the points, not over the rate. Otherwise the smallest rates, which are
+        # closest to each other, would dominate with their noise.
         losses = torch.tensor([float(value) for value in self.results["loss"]], dtype=torch.float64)
         places = torch.arange(len(losses))[skip_begin : max(len(losses) - skip_end, 0)]
         places = places[torch.isfinite(losses[places])]
         if len(places) < 2:
             return None
+        # A slope over several points reduces noise further.
         count, around = len(places), max(1, len(places) // 20)
         middle = torch.arange(count)
         before, after = places[(middle - around).clamp(min=0)], places[(middle + around).clamp(max=count - 1)]
         return int(places[((losses[after] - losses[before]) / (after - before)).argmin()])
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Plot the loss over the learning rate.
+        """Plot the loss against the learning rate, and return the matplotlib figure.
 
         Args:
             suggest: If True, mark the suggested rate.
@@ -110,7 +108,7 @@ class LRFinder:
         """
         if find_spec("matplotlib") is None:
             raise ConfigurationError(
-                'LRFinder.plot needs matplotlib, which is not installed: pip install "drivetrain[plot]".'
+                'LRFinder.plot requires matplotlib. Install it with pip install "drivetrain[plot]".'
             )
         import matplotlib.pyplot as plt
 
@@ -137,7 +135,9 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Train with rising learning rates, restore the run, and set the suggested rate. Returns the losses.
+    """Run a learning-rate range test, set the suggested rate, and return the rates and losses.
+
+    Everything else in the run is restored.
 
     All ranks must call this together, after the task is placed. Their losses are averaged, so all find an equal rate.
     """
@@ -145,14 +145,16 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     if tried.update_attr:
         names = (tried.attr_name,) if tried.attr_name else NAMES
         attribute = TunedAttribute.find(
-            names, task, trainer.datamodule, "Give the name of yours as attr_name, or update_attr=False."
+            names, task, trainer.datamodule, "Pass its name as attr_name, or use update_attr=False."
         )
     if len(trainer.task_optimizers) != 1:
         raise ConfigurationError(
             f"The learning-rate search only works with single optimizer: {type(task).__name__}.configure_optimizers "
-            f"returned {len(trainer.task_optimizers)}. Search each task of one optimizer by itself.",
+            f"returned {len(trainer.task_optimizers)}. Search for each optimizer separately, with a task that returns "
+            "only that one.",
         )
     found = LRFinder(tried.mode, tried.min_lr, tried.max_lr, tried.num_training)
+    # A copy without a prepared loader, so that trial steps do not use the run's own loader.
     source = trainer.task_run.sources[Stage.TRAIN].again()
     losses = _SmoothedLosses(tried.early_stop_threshold)
     with preserve_run(trainer, task, trains=True):
@@ -168,6 +170,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
             loss = watched.take(trainer)
             continues = losses.add(loss)
             found.results["lr"].append(rate)
+            # A step without a loss keeps its place, so that both lists have equal lengths.
             found.results["loss"].append(losses.latest if loss is not None else math.nan)
             advance(lr=rate, loss=losses.latest)
             return continues
@@ -191,13 +194,14 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
 
 
 def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
-    """Set the learning rate in the existing optimizer and its schedulers.
+    """Set the learning rate in the optimizer and the schedulers that exist already.
 
     Before the first step, `configure_optimizers` runs again and its options are copied. This also updates schedulers
     that depend on the rate. Later, only the rate of the parameter groups changes.
     """
     groups = trainer.optimizers[0].param_groups
     before = [group["lr"] for group in groups]
+    # Schedules that depend on the rate, such as OneCycleLR, must be created anew.
     if trainer.global_step == 0:
         with isolated_random_state(devices=True):
             configured = task.configure_optimizers()
@@ -213,7 +217,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
 
 
 class _Losses(Callback):
-    """Callback that sums the losses of a step's micro-batches."""
+    """Callback that adds up the losses of the micro-batches of one optimizer step."""
 
     saves_within_steps = False
 
@@ -227,10 +231,11 @@ class _Losses(Callback):
             if not isinstance(weight, Tensor):
                 weight = torch.full((), weight, dtype=torch.float32, device=loss.device)
             mean = "weight" not in outputs
+            # Without a weight, outputs hold a mean, which is turned into a sum with the weight 1.
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the step's mean loss over micro-batches and ranks, or None if all batches were left out."""
+        """Return the mean loss of a step over micro-batches and ranks, or None without losses, and reset the sums."""
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
@@ -239,7 +244,7 @@ class _Losses(Callback):
 
 
 class _SmoothedLosses:
-    """Exponential moving average of losses, which ends the search if the loss grows too large.
+    """Exponential moving average of the losses, which detects when the loss has grown too large.
 
     Attributes:
         latest: Present average, with bias correction.
@@ -252,16 +257,21 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Add the loss of a step, or None if it had none. Returns True if the search continues."""
+        """Add the loss of a step to the average. Return False if the loss has grown so large that the search ends.
+
+        A loss of None is ignored.
+        """
         if loss is None:
             return True
         self._count += 1
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
         # Bias correction for the start at 0, as in Adam.
         self.latest = self._mean / (1 - SMOOTHING**self._count)
+        # The first loss has nothing to be compared with.
         if self._threshold is not None and self._count > 1:
             if not math.isfinite(self.latest):
-                self.verdict = "was no number any more"
+                self.verdict = "became NaN or infinite"
+            # Equals `latest > threshold * best` for positive losses, and is right for negative ones too.
             elif self.latest - self._best > (self._threshold - 1) * abs(self._best):
                 self.verdict = f"exceeded {self._threshold:g} times the smallest one"
         self._best = min(self._best, self.latest)

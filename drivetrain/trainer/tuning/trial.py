@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 
 class TrainingTrial:
-    """Trial training of a task on its own data, with only the given callbacks."""
+    """Trial training for a search: runs steps on the task's own data, with only the given callbacks."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] = (), splits: bool = True) -> None:
         self._trainer, self._task = trainer, task
         assert trainer.task_run.model is not None
         with trainer.task_run.with_callbacks(callbacks):
+            # These hooks are kept for all trials, since `with_callbacks` ends here.
             self._hooks = trainer.hooks
             view = trainer.strategy.view(trainer.task_run.model, "train" if task.automatic_optimization else "manual")
             self._step = choose_step(trainer, task, view, splits)
@@ -47,12 +48,13 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Run up to `steps` optimizer steps, in epochs with the task's hooks.
+        """Run up to `steps` optimizer steps, in epochs, and call the task's hooks as in a `fit`.
 
-        `run_window` receives the step's number and its micro-batches. It returns False to end the trial.
+        `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
+        the trial.
         """
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
-        trainer.current.leave_batch()  # a failed trial may have left one, and its memory
+        trainer.current.leave_batch()  # a failed trial may have left a batch in memory
         trainer.progress.begin_epoch(trainer.progress.epoch)
         with prepared(source) as loader:
             limit = epoch_length(trainer, loader) if within_limits else None
@@ -64,6 +66,7 @@ class TrainingTrial:
                 trainer.logged.enter(TRAIN_STEP)
                 with closing(self._windows(loader, limit)) as windows:
                     for window in windows:
+                        # A signal of the cluster ends the trial, so that the process can leave in time.
                         is_over = not run_window(done, window) or trainer.control.ends_to_be_resumed
                         done += 1
                         is_over = is_over or done >= steps
@@ -81,7 +84,7 @@ class TrainingTrial:
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Run the forwards and backwards of the first step, without an all-reduce and without an optimizer step.
+        """Compute the gradients of one step, without all-reduce and optimizer step, to see if memory is enough.
 
         A rank that runs out of memory here leaves no other rank waiting.
         """
@@ -99,6 +102,7 @@ class TrainingTrial:
     ) -> Generator[list[PendingBatch], None, None]:
         size, index = self._trainer.accumulate_grad_batches, 0
         window: list[PendingBatch] = []
+        # Each epoch of the trial has an order of its own, as in a run.
         loader.set_epoch(self._trainer.progress.epoch)
         for batch in loader.iterate_pending(limit, together=True):
             batch.batch_idx = index
@@ -112,7 +116,9 @@ class TrainingTrial:
         if window:
             yield window
         if not index:
-            raise DataError("The training loader gave no batch in a whole epoch. Check the dataset and its filters.")
+            raise DataError(
+                "The training loader returned no batch in a whole epoch. Check the dataset and its filters."
+            )
 
 
 def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
@@ -129,7 +135,10 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Prepare the training loader for the `with` block, then restore its generators and release it in the engine."""
+    """Context manager that prepares the training loader, and restores its random generators afterwards.
+
+    It also releases the loader in the engine.
+    """
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -143,7 +152,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Restore the whole state of the run after the `with` block, even if the block raises.
+    """Context manager that restores the whole state of the run afterwards, even if its body raises.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective.
@@ -156,16 +165,21 @@ def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
             stack.enter_context(part.kept())
         stack.callback(restore_metric_states, task, metrics)
         stack.callback(trainer.progress.load_state_dict, progress)
+        # Callbacks run in reverse: weights and optimizers are restored first.
         stack.callback(_TrainedState(trainer, task, trains).restore)
         yield
 
 
 class _TrainedState:
-    """Copies of the state that training changes. Weights are copied to the CPU, to leave the device's memory free."""
+    """Copies of weights, optimizer states and schedulers, to restore them after trial steps.
+
+    Weights are copied to the CPU, to leave the device's memory free.
+    """
 
     def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
         engine, model = trainer.accelerator, trainer.task_run.model
         assert model is not None
+        # Evaluation changes no weights, only buffers and metric states.
         weights = engine.strategy.state.parameters_in_place(model).values() if trains else ()
         tensors = [local_part(each.detach()) for each in (*weights, *task.buffers())]
         self._tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
@@ -186,10 +200,12 @@ class _TrainedState:
             for tensor, copy in self._tensors:
                 tensor.copy_(copy)
         for optimizer, state, groups in self._optimizers:
+            # Gradients of the last trial step would be added to those of the run.
             optimizer.zero_grad()
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, kept in zip(optimizer.param_groups, groups, strict=False):
+                # Parameters are not copied, they are restored in place above.
                 group.update(kept)
         for one, saved in self._others:
             one.load_state_dict(saved)
@@ -216,9 +232,9 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for a search of `total` steps, on rank 0 if the Trainer has a progress bar.
+    """Context manager that shows a progress bar for a search, on rank 0 if the Trainer has a progress bar.
 
-    Yields a function that advances the bar by one and shows the given values.
+    Yields a function that advances the bar by one step and shows the given values.
     """
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
@@ -240,13 +256,11 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
 
 
 class MissingAttributeError(ConfigurationError, AttributeError):
-    """Error if neither the task nor its data module has the attribute that a search sets."""
+    """Raised if neither the task nor the data module has the attribute that a search sets."""
 
 
 class TunedAttribute:
-    """Number that a search sets, such as the batch size, in all places that hold it.
-
-    These are attributes and hyper-parameters of the task and of the data module.
+    """Attribute that a search sets, such as `batch_size`, in the task, the data module and their `hparams`.
 
     Attributes:
         is_twice_in_task: True if the task holds the number as an attribute and as a hyper-parameter.
@@ -259,7 +273,11 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """Return the first of the names that the task or the data module has. Raises an error if none exists."""
+        """Return the first attribute from `names` that the task or the data module has.
+
+        Raises:
+            MissingAttributeError: None of the names exists. `advice` is part of the message.
+        """
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:
@@ -267,7 +285,7 @@ class TunedAttribute:
         given = sorted({*vars(task), *task.hparams, *(() if data is None else (*vars(data), *data.hparams))})
         known = [name for name in given if not name.startswith("_")]
         raise MissingAttributeError(
-            f"{type(task).__name__}, its hparams and its data module should have one of these fields, and have none: "
+            f"{type(task).__name__}, its hparams or its data module should have one of these fields, but have none: "
             f"{', '.join(names)}. {advice}{nearest(names[0], known)}"
         )
 
@@ -277,7 +295,8 @@ class TunedAttribute:
 
     @property
     def value(self) -> Any:
-        """Present value. The data module takes precedence over the task."""
+        """Current value of the attribute. The value in the data module takes precedence over the task's."""
+        # The data module comes last among the holders.
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 

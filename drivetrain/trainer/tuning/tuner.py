@@ -27,7 +27,7 @@ _STAGES = {stage.verb: stage for stage in Stage}
 
 
 class Tuner:
-    """Search for a learning rate or a batch size before a run of a Trainer.
+    """Search for a learning rate or a batch size before a Trainer's run.
 
     The task is set up as in the run and trains for some steps. Weights, optimizers and random generators are then
     restored. The following run therefore equals one without the search, apart from the value that was found.
@@ -63,7 +63,7 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder | None:
-        """Search for a learning rate by a range test that raises the rate after each optimizer step.
+        """Search for a learning rate by training with rates that rise after each optimizer step.
 
         Args:
             model: Task to train.
@@ -89,7 +89,9 @@ class Tuner:
             ConfigurationError: If an argument is invalid, the task has no such attribute, or it has several optimizers.
         """
         if method != "fit":
-            raise ConfigurationError(f"lr_find(method={method!r}): method='fit' is the only one with a learning rate.")
+            raise ConfigurationError(
+                f"lr_find(method={method!r}) is not valid: only method='fit' uses a learning rate."
+            )
         tried = LRRange(min_lr, max_lr, num_training, mode.lower(), early_stop_threshold, update_attr, attr_name)
         stage = self._check(LearningRateFinder, method, train_dataloaders, val_dataloaders, dataloaders)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
@@ -147,7 +149,7 @@ class Tuner:
             return self._trainer.tuning.find_batch_size(task, tried)
 
     def _check(self, finder: type[Callback], method: str, training: Any, validating: Any, evaluating: Any) -> Stage:
-        """Return the stage of the method. Raises `ConfigurationError` if the loaders or callbacks do not suit it."""
+        """Return the stage that `method` names. Raise `ConfigurationError` if loaders or callbacks do not fit it."""
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
@@ -165,7 +167,7 @@ class Tuner:
         if any(isinstance(callback, finder) for callback in self._trainer.callbacks):
             raise ConfigurationError(
                 f"Trainer is already configured with a `{finder.__name__}` callback, which searches when the run "
-                "begins. Remove it, or call no Tuner.",
+                "begins. Remove the callback, or do not use the Tuner.",
             )
         return _STAGES[Verb(method)]
 
@@ -173,13 +175,14 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set up and place the task for the `with` block, then tear it down and restore generators and counters."""
+        """Set up and prepare the task as its run would, for the `with` block. Afterwards, restore the Trainer."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
             loaders, datamodule = {**loaders, stage: None}, loaders[stage]
         progress = trainer.progress.state_dict()
         with ExitStack() as stack:
+            # Exits run in reverse order: teardown first, then the counters, then random generators.
             stack.enter_context(isolated_random_state(devices=True))
             stack.enter_context(kept_generators(task, datamodule))
             stack.callback(trainer.progress.load_state_dict, progress)
@@ -195,6 +198,7 @@ class Tuner:
             trainer.current.stage = stage
             yield task
             for each, source in run.sources.items():
+                # After a batch-size search, `trainer.train_dataloader` shows the loader with the new size.
                 if source.is_stale and source.is_defined():
                     trainer.current.loaders[each] = source.raw()
 
@@ -207,6 +211,7 @@ class Tuner:
             task.configure_model()
         trainer = self._trainer
         task_checks.check_training_step(task, trainer.accumulate_grad_batches, trainer.gradient_clip_val)
+        # As in `fit`, so that trial steps use the model and the optimizers of the run.
         run.place(task, run.configure_optimizers(task))
 
 
@@ -214,22 +219,22 @@ class Tuner:
 
 
 class Tuning:
-    """Searches of one Trainer, for its `Tuner` and for callbacks that search within a run."""
+    """Searches of one Trainer, used by `Tuner` and by callbacks such as `LearningRateFinder`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Search for a learning rate. All ranks must call this together.
+        """Search for a learning rate for the current task, and return the result, or None with `fast_dev_run`.
 
-        Returns the result, or None with `fast_dev_run`.
+        All ranks must call this together.
         """
         if self._is_skipped("learning rate finder"):
             return None
         return search_learning_rate(self._trainer, task, tried)
 
     def check_batch_size(self, task: Task, tried: BatchSizeRange) -> None:
-        """Raise `ConfigurationError` if the batch size of the current stage cannot be searched."""
+        """Raise `ConfigurationError` if a search cannot change the batch size of the current stage."""
         stage = self._trainer.task_run.stage
         assert stage is not None
         attribute = check_batch_size_search(self._trainer, task, stage, tried)
@@ -242,9 +247,9 @@ class Tuning:
             )
 
     def find_batch_size(self, task: Task, tried: BatchSizeRange) -> int | None:
-        """Search for the batch size of the current stage. All ranks must call this together.
+        """Search for the largest batch size that fits into memory, and return it, or None with `fast_dev_run`.
 
-        Returns the size, or None with `fast_dev_run`.
+        The batch size is that of the current stage. All ranks must call this together.
         """
         stage = self._trainer.task_run.stage
         if stage is None or self._is_skipped("batch size scaler"):

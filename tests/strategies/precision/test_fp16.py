@@ -188,7 +188,7 @@ def test_a_closure_is_refused():
     accelerator = engine()
     model = weight_model()
     model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ConfigurationError, match=r"optimizer that calls a closure.*Use 'bf16' or '32'"):
+    with pytest.raises(ConfigurationError, match=r"optimizers that call a closure.*Use 'bf16' or '32'"):
         optimizer.step(lambda: model(torch.ones(1, 1)).sum())
 
 
@@ -239,7 +239,7 @@ class Half(Task):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-WORDS = "float16 and trained: base.weight, base.bias. Keep trained weights in float32"
+WORDS = "trainable weights are float16: base.weight, base.bias. Convert them to float32"
 
 
 def refusals(strategy: str) -> list[str]:
@@ -275,7 +275,7 @@ def test_float16_weights_are_refused_when_their_optimizer_is_prepared(strategy: 
     for accelerator, trainer, later in run_in_processes(refusals, world, (strategy,)):
         assert WORDS in accelerator
         assert WORDS in trainer
-        assert "float16 and trained: parameter 0 of group 0, parameter 1 of group 0" in later
+        assert "trainable weights are float16: parameter 0 of group 0, parameter 1 of group 0" in later
 
 
 @pytest.mark.sharded

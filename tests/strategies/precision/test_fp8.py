@@ -72,13 +72,16 @@ def test_sizes_must_be_multiples_of_what_is_asked_for():
 def test_layers_that_do_not_fit_are_listed_once(lines):
     for _ in range(2):
         prepare(net())
-    expected = f"precision='fp8' leaves 2 layer(s) in bf16, whose sizes are no multiples of 16: {MISFITS}."
+    expected = f"precision='fp8' leaves 2 layer(s) in bf16, because their sizes are not multiples of 16: {MISFITS}."
     assert lines().count(expected) == 1
 
 
 def test_a_model_of_which_nothing_is_converted_is_named(lines):
     prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    assert any("converts no layer of Sequential, which has 2 linear layer(s)" in line for line in lines())
+    assert any(
+        "converts no layer of Sequential, so the model computes in bf16. Its 2 linear layer(s)" in line
+        for line in lines()
+    )
 
 
 def test_layers_that_compute_in_their_own_way_are_left_alone():
@@ -208,20 +211,23 @@ def test_emulation_is_announced_once_with_its_cost(lines):
 # what is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "apex"}, "backend='apex'. Allowed: torchao, te, msamp"),
+    ({"backend": "apex"}, "backend='apex' is not supported. Allowed: torchao, te, msamp"),
     ({"backend": "torchoa"}, "Did you mean 'torchao'?"),
-    ({"recipe": "columnwise"}, "recipe='columnwise'. Allowed: tensorwise, rowwise, rowwise_gw_hp"),
-    ({"base": "fp16"}, "base='fp16'. Allowed: bf16, 32"),
+    ({"recipe": "columnwise"}, "recipe='columnwise' is not supported. Allowed: tensorwise, rowwise, rowwise_gw_hp"),
+    ({"base": "fp16"}, "base='fp16' is not supported. Allowed: bf16, 32"),
     ({"margin": 1}, "FP8(backend='torchao') does not take these options"),
-    ({"multiple_of": 0}, "multiple_of=0: give a positive number"),
+    ({"multiple_of": 0}, "multiple_of=0 must be a positive number"),
     ({"float8_all_gather": True, "recipe": "rowwise"}, "Use recipe='tensorwise'"),
-    ({"backend": TorchAO(), "recipe": "rowwise"}, "backend is a TorchAO already"),
-    ({"backend": "te", "recipe": "tensorwise"}, "recipe='tensorwise'. Allowed: delayed, current, mxfp8"),
-    ({"backend": "te", "recipe": "mxfp8", "margin": 2}, "margin: options of recipe='delayed' alone"),
-    ({"backend": "te", "format": "E5M2"}, "format='E5M2'. Allowed: HYBRID, E4M3"),
+    ({"backend": TorchAO(), "recipe": "rowwise"}, "backend is a TorchAO object"),
+    (
+        {"backend": "te", "recipe": "tensorwise"},
+        "recipe='tensorwise' is not supported. Allowed: delayed, current, mxfp8",
+    ),
+    ({"backend": "te", "recipe": "mxfp8", "margin": 2}, "margin can only be used with recipe='delayed'"),
+    ({"backend": "te", "format": "E5M2"}, "format='E5M2' is not supported. Allowed: HYBRID, E4M3"),
     ({"backend": "te", "amax_compute_algo": "mean"}, "Allowed: max, most_recent"),
-    ({"backend": "te", "amax_history_len": 0}, "at least 1 step"),
-    ({"backend": "msamp", "recipe": "O3"}, "recipe='O3'. Allowed: O2, O1"),
+    ({"backend": "te", "amax_history_len": 0}, "amax_history_len=0 must be at least 1"),
+    ({"backend": "msamp", "recipe": "O3"}, "recipe='O3' is not supported. Allowed: O2, O1"),
 ]
 
 
@@ -233,9 +239,12 @@ def test_what_cannot_be_is_refused(options, message):
 
 
 PACKAGES = [
-    ("torchao", 'needs torchao, which is not installed: pip install "drivetrain[fp8]"'),
-    ("te", 'pip install "transformer-engine[pytorch]". It runs on NVIDIA GPUs of compute capability 8.9'),
-    ("msamp", 'pip install "git+https://github.com/Azure/MS-AMP". It runs on one NVIDIA GPU'),
+    ("torchao", 'needs torchao. Install it with: pip install "drivetrain[fp8]"'),
+    (
+        "te",
+        'pip install "transformer-engine[pytorch]". TransformerEngine supports NVIDIA GPUs with compute capability 8.9',
+    ),
+    ("msamp", 'pip install "git+https://github.com/Azure/MS-AMP". MS-AMP supports a single NVIDIA GPU'),
 ]
 
 
@@ -246,7 +255,7 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch, backend, 
         Trainer(accelerator="cpu", precision=FP8(backend=backend), logger=False)
     assert message in str(raised.value)
     if backend != "torchao":
-        assert "FP8(backend='torchao') runs anywhere" in str(raised.value)
+        assert "FP8(backend='torchao') supports all devices except mps" in str(raised.value)
 
 
 class Device(DeviceKind):
@@ -264,7 +273,7 @@ class Device(DeviceKind):
 
 
 def test_a_device_without_8_bit_floats_is_refused():
-    with pytest.raises(ConfigurationError, match=r"cannot run on mps.*Use 'bf16', or the CPU"):
+    with pytest.raises(ConfigurationError, match=r"not supported on mps.*Use 'bf16', or the CPU"):
         FP8().setup(Device("mps"))
 
 
@@ -273,7 +282,7 @@ def test_a_device_without_8_bit_arithmetic_emulates_unless_that_is_forbidden():
         precision = FP8()
         precision.setup(kind)
         assert precision.backend.config().emulate is emulates
-    with pytest.raises(ConfigurationError, match=r"compute capability 8.9 or newer.*Leave emulate out"):
+    with pytest.raises(ConfigurationError, match=r"compute capability 8.9 or newer.*Remove emulate=False"):
         FP8(emulate=False).setup(Device("cuda"))
 
 

@@ -123,5 +123,5 @@ def refusal() -> str:
 
 def test_several_processes_are_refused():
     for message in run_in_processes(refusal, 2, timeout=60):
-        assert "FP8(backend='msamp') cannot run on 2 processes" in message
-        assert "FP8(backend='torchao') runs anywhere" in message
+        assert "FP8(backend='msamp') is not supported with 2 processes" in message
+        assert "FP8(backend='torchao') supports all devices except mps" in message

@@ -139,7 +139,9 @@ def test_without_its_history_a_resumed_run_differs(te, tmp_path, monkeypatch):
 
 def test_a_history_of_another_length_is_refused(te, tmp_path):
     train(FP8(backend="te", amax_history_len=4), 2, save=tmp_path / "midway")
-    with pytest.raises(CheckpointError, match=r"\(4, 3\) in the checkpoint, but \(8, 3\) here.*amax_history_len"):
+    with pytest.raises(
+        CheckpointError, match=r"\(4, 3\) in the checkpoint, but \(8, 3\) in this run.*amax_history_len"
+    ):
         train(FP8(backend="te", amax_history_len=8), 2, resume=tmp_path / "midway")
 
 
@@ -155,7 +157,9 @@ def test_checkpoints_go_to_other_precisions_and_back(te, tmp_path):
 
 
 def test_a_recipe_that_the_device_cannot_run_is_refused_with_its_reason(te):
-    with pytest.raises(ConfigurationError, match=r"recipe='mxfp8'\) cannot run here: Device compute capability 10.0"):
+    with pytest.raises(
+        ConfigurationError, match=r"recipe='mxfp8'\) is not supported on this machine: Device compute capability 10.0"
+    ):
         Accelerator(cpu=True, mixed_precision=FP8(backend="te", recipe="mxfp8"))
 
 
@@ -169,7 +173,7 @@ def test_mxfp8_where_the_device_can(te, monkeypatch):
 
 def test_other_devices_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: object())
-    with pytest.raises(ConfigurationError, match=r"cannot run on xpu.*FP8.backend='torchao'. runs anywhere"):
+    with pytest.raises(ConfigurationError, match=r"not supported on xpu.*FP8.backend='torchao'. supports all devices"):
         FP8(backend="te").setup(DeviceKind("xpu", backend="xccl"))
 
 

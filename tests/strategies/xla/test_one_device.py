@@ -211,7 +211,7 @@ def move_what_is_held() -> str:
 def test_a_parameter_that_cannot_be_moved_is_refused_by_name() -> None:
     [said] = runs.of(move_what_is_held)
     assert said.startswith("ConfigurationError: Parameter 'weight' cannot be moved")
-    assert "before anything computes with it" in said
+    assert "before the model is used" in said
 
 
 def batches_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -246,7 +246,7 @@ def test_steps_that_compile_again_and_again_are_named_with_the_shapes_that_chang
     assert "compiled a graph in 3 of 5 steps" in said
     assert "batch['x'] had the shapes (2, 20, 8), (2, 21, 8), (2, 22, 8), (2, 23, 8) and others" in said
     assert "batch['y']" not in said
-    assert "Pad to one length" in said
+    assert "Pad batches to one length" in said
 
 
 def test_steps_that_compile_again_although_no_shape_changed_are_named_with_what_else_it_can_be() -> None:
@@ -365,11 +365,11 @@ def refuse() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("fp16", "precision='fp16' cannot run under strategy='xla': TPUs compute in bfloat16. Use 'bf16'"),
+        ("fp16", "precision='fp16' is not supported with strategy='xla', because TPUs compute in bfloat16. Use 'bf16'"),
         ("ddp", "strategy='ddp' cannot run on 'xla' devices. Use 'xla' or 'xla_fsdp'"),
         ("single", "strategy='single' cannot run on 'xla' devices"),
         ("spmd", "already runs on one device and cannot run over all devices too"),
-        ("downcast", "downcast_bf16=True must be known before this process first uses XLA"),
+        ("downcast", "downcast_bf16=True must be set before this process first uses XLA"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_can(what: str, said: str) -> None:

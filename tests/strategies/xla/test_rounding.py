@@ -43,10 +43,10 @@ def test_floats_are_rounded_as_asked(options: dict[str, Any], variables: dict[st
 
 
 def test_two_ways_at_once_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Give one"):
+    with pytest.raises(ConfigurationError, match="Use only one"):
         Rounding.choose(True, True)
 
 
 def test_rounding_is_refused_beside_another_precision() -> None:
-    with pytest.raises(ConfigurationError, match=r"downcast_bf16=True is a way to compute in bfloat16.*is '32'"):
+    with pytest.raises(ConfigurationError, match=r"downcast_bf16=True computes in bfloat16.*is '32'"):
         Rounding.choose(True, False).check("32")

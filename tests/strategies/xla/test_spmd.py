@@ -265,7 +265,7 @@ def refuse() -> dict[str, str]:
     [
         ("one device", "already runs over all devices and cannot run on one device too"),
         ("sizes", "do not multiply to the 4 XLA device(s) of this process. Sizes that fit: 1, 2, 4"),
-        ("style", "gives '2', a LayerNorm, the style ColwiseParallel"),
+        ("style", "assigns the style ColwiseParallel to '2', a LayerNorm"),
         ("pattern", "tp_plan has patterns that match no module of Sequential: '9'"),
         ("width", "'0' has out_features 7, which tp=2 does not divide"),
     ],

@@ -25,7 +25,7 @@ def test_the_strategy_is_refused_on_another_device() -> None:
 
 
 def test_tensor_parallelism_needs_a_plan() -> None:
-    with pytest.raises(ConfigurationError, match="tp=2 needs to know which layers to split"):
+    with pytest.raises(ConfigurationError, match="tp=2 needs a plan of the layers to split"):
         XLA(tp=2)
 
 

@@ -161,7 +161,7 @@ def test_nothing_that_a_checkpoint_names_is_imported_or_called(values: dict[str,
     made.model.hparams.update(values)
     made.trainer.fit(made.model, datamodule=made.datamodule)
     made.trainer.save_checkpoint("saved")
-    with pytest.raises(CheckpointError, match="would be imported"):
+    with pytest.raises(CheckpointError, match="is not imported"):
         Loose.load_from_checkpoint("saved")
     if "_class_path" in values:  # a command line whose class is fixed does not look at it
         command("test", "--ckpt_path=saved", model=Loose)
@@ -179,7 +179,7 @@ def test_what_is_trusted_makes_only_what_an_argument_is_annotated_with() -> None
     made.model.hparams["anything"] = {"class_path": "pathlib.PurePath", "init_args": {}}
     made.trainer.fit(made.model, datamodule=made.datamodule)
     made.trainer.save_checkpoint("saved")
-    with pytest.raises(ConfigurationError, match="annotated with no class"):
+    with pytest.raises(ConfigurationError, match="not annotated with a class"):
         Loose.load_from_checkpoint("saved", instantiate=True)
 
 
@@ -263,7 +263,7 @@ def test_nothing_that_a_checkpoint_names_is_called_unless_it_fits_the_annotation
     if isinstance(values.get("untyped"), str):
         assert Open.load_from_checkpoint("saved", instantiate=instantiate).untyped == values["untyped"]
     else:
-        with pytest.raises((CheckpointError, ConfigurationError), match=r"(?i)give"):
+        with pytest.raises((CheckpointError, ConfigurationError), match=r"(?i)pass|consent"):
             Open.load_from_checkpoint("saved", instantiate=instantiate)
     assert calls == []
     assert is_untouched()

@@ -24,11 +24,11 @@ from drivetrain.strategies.precision.fp8.base import CONVERTED
 
 logger = get_logger(__name__)
 
-_version = attrgetter("_version")  # torch counts the changes in place
+_version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
-    """A sharded weight that FSDP gathers in float8.
+    """Extension of a linear layer's sharded weight, which makes FSDP gather the weight in float8.
 
     Attributes:
         twin: A second layer whose weight is torchao's tensor subclass over the same shard.
@@ -45,6 +45,7 @@ class GatheredWeight:
         )
         self._weight = weight
         self._scaled: tuple[int, int] | None = None
+        # The second layer only carries the weight: torchao computes scales for its own layer class.
         with torch.device("meta"):
             self.twin = Float8Linear(layer.in_features, layer.out_features, bias=False, config=layer.config)
         sharded = DTensor.from_local(
@@ -57,52 +58,54 @@ class GatheredWeight:
         )
         self.twin.weight = nn.Parameter(sharded, requires_grad=False)
         self._cast = self.twin.weight._local_tensor
-        # What FSDP looks for in a shard that casts itself before it is gathered, and after.
+        # FSDP calls these methods of a shard before and after it gathers the shard.
         self._shard.fsdp_pre_all_gather = self._pre_all_gather
         self._shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 
     def is_of(self, layer: Any) -> bool:
-        """Return True if a layer's weight is still the recorded shard."""
+        """Return True if the layer still holds the weight shard that this object extends."""
         return layer.weight._local_tensor is self._shard
 
     def mark_scaled(self) -> None:
-        """Record that the scale matches the shard's current values."""
+        """Record that the precomputed float8 scale matches the current values of the weight."""
         self._scaled = self._versions()
 
     def _versions(self) -> tuple[int, int]:
-        """Return the version counters of the weight and its local shard, which are equal on all processes."""
+        # Both counters change alike on all processes, so that either all or none drop the precomputed scale.
         return _version(self._weight), _version(self._shard)
 
     def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
         if self._scaled != self._versions():
-            self._cast._precomputed_scale = None  # of values that have been loaded over since: computed in the gather
+            # The weight was changed in another way, such as by loading, so the gather computes the scale.
+            self._cast._precomputed_scale = None
         return self._cast.fsdp_pre_all_gather(mesh)
 
 
 class Float8AllGather:
-    """The weights that FSDP gathers in float8, and the optimizers that change them."""
+    """Registry of the weights that FSDP gathers in float8, and of the optimizers that step them."""
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Enable the float8 all-gather for the layers of sharded models."""
+        """Make FSDP gather the weights of float8 layers in float8, and record which of them the optimizer steps."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
             for layer, record in _sharded_layers(model):
                 if layer not in self._weights:
                     self._weights[layer] = GatheredWeight(layer)
+                    # FSDP looked for extensions when it sharded the parameter, before this one was set.
                     record._init_extensions()
                 if id(layer.weight) in stepped:
                     by_mesh[layer.weight.device_mesh, layer.weight.placements].append(layer)
         if not by_mesh:
-            logger.info_once("float8_all_gather changes nothing: no weight of a float8 layer is sharded.")
+            logger.info_once("float8_all_gather has no effect, because no float8 layer has a sharded weight.")
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:
-        """Compute the scales of weights that an optimizer has changed. A collective call."""
+        """Compute the float8 scales of the weights that an optimizer has stepped. A collective call."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for layers in self._groups.get(optimizer, ()):
@@ -113,10 +116,10 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each float8 layer whose weight FSDP gathers, with FSDP's record of the weight.
+    """Yield each float8 layer whose weight FSDP can gather in float8, with FSDP's record of the weight.
 
     Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
-    forward, since FSDP has no all-gather extension for them (torch 2.13).
+    forward, since FSDP has no all-gather extension for them (torch 2.13). Skips weights offloaded to the CPU.
     """
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
@@ -124,7 +127,7 @@ def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for record in group.fsdp_params:
                 layer = record._module_info.module
-                # By what all processes have in common: they must agree on who gathers what.
+                # Decided from values that are equal on all processes, which must agree on what to gather.
                 even = record._orig_size[0] % record.mesh_info.shard_mesh_size == 0
                 stays = not group._use_post_forward_mesh and not record.offload_to_cpu
                 if even and stays and hasattr(layer, CONVERTED) and record._module_info.param_name == "weight":

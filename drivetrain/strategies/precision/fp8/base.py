@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class FP8Backend(ABC):
-    """Base class for packages that compute linear layers in float8.
+    """Base class for adapters to packages that compute a model's linear layers in float8.
 
     Attributes:
         name: Name for `FP8(backend=name)`.
@@ -30,49 +30,52 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Set up the backend for a kind of device."""
+        """Import the package if needed, and raise if the package or the kind of device does not support float8."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Convert layers of a model to float8 computation in place. Parameters and their names stay unchanged."""
+        """Make the linear layers in `layers` compute in float8, and leave the linear layers in `kept` unchanged.
+
+        Parameters and their names stay unchanged.
+        """
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """Return the context that a forward pass needs, or None."""
+        """Return the context that the package needs around a forward pass, or None if it needs none."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Prepare an optimizer before its first step, and return the optimizer to step."""
+        """Prepare an optimizer for float8 models before its first step, and return the optimizer to step."""
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Update values that depend on the parameters, such as scales, after an optimizer step."""
+        """Update values that depend on the weights, such as float8 scales. Called after each optimizer step."""
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return the scaling state to save in checkpoints, such as the largest values of past steps."""
+        """Return the float8 scaling state of the models for a checkpoint, such as the largest values of past steps."""
         return {}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Load a scaling state that `state_dict` returned."""
+        """Restore the float8 scaling state of the models from a checkpoint, as returned by `state_dict`."""
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """Return the choice that matches a name regardless of case, or raise if there is none."""
+    """Return the allowed value that matches a given name, ignoring case. Raise a `ConfigurationError` if none does."""
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
-            f"{option}={given!r}. Allowed: {', '.join(allowed)}.{nearest(str(given).lower(), names)}"
+            f"{option}={given!r} is not supported. Allowed: {', '.join(allowed)}.{nearest(str(given).lower(), names)}"
         )
     return names[given.lower()]
 
 
-# Which linear layers of a model compute in 8-bit floats, and putting others in their place
+# Selection and replacement of the linear layers that compute in float8
 
 
 LayerFilter = Callable[[nn.Module, str], bool]
 
 CONVERTED = "_computes_in_float8"
 _SHOWN = 12
-# Shared with the layer that is replaced, so that what is registered or removed there later counts here.
+# The new layer shares these dicts with the old layer, so that hooks added to or removed from either count for both.
 _SHARED = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -86,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """Linear layers of a model by name, sorted into layers to convert and others.
+    """A model's linear layers by name, divided into layers to convert to float8 and layers to leave unchanged.
 
     Attributes:
         converted: Layers to convert to float8.
@@ -104,8 +107,13 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Sort a model's linear layers into those to convert to float8 and others."""
+    """Return a model's linear layers, divided into layers to convert to float8 and layers to leave unchanged.
+
+    A layer is converted if its sizes are multiples of `multiple_of` and `wanted` returns True for the layer and its
+    name. `keep_first_and_last` leaves the first and the last linear layer unchanged.
+    """
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    # The first and the last layer are the most sensitive to the low precision.
     ends = {id(linear[0][1]), id(linear[-1][1])} if linear and keep_first_and_last else set()
     chosen = ChosenLayers()
     for name, layer in linear:
@@ -128,23 +136,20 @@ def choose_layers(
 
 
 def _computes_by_itself(layer: nn.Linear) -> bool:
-    """Return True if the layer uses the forward of `nn.Linear` and is itself called.
-
-    A subclass may override it. `nn.MultiheadAttention` reads its layer's weight and never calls the layer.
-    """
+    # `nn.MultiheadAttention` reads the weight of its output layer, of this class, and never calls the layer.
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear) or "forward" in layer.__dict__:
         return False
     return type(layer).forward is nn.Linear.forward
 
 
 def listed(names: list[str]) -> str:
-    """Return names as text for a message, shortened if there are many."""
+    """Return names as comma-separated text for a message. A long list is cut, and the remaining names are counted."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace modules in a model at each place of registration.
+    """Replace modules wherever a model registers them. The new modules take over parameters and hooks.
 
     A replacement shares the dicts of parameters and hooks with the old module. Optimizers, sharding and hook handles
     that were created for the old module therefore stay valid.

@@ -13,12 +13,12 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
 
-# What MS-AMP leaves a linear layer in 32 bits by.
+# The attribute that makes MS-AMP leave a linear layer in float32.
 _KEEP = "use_fp32_linear"
 
 
 class MSAMP(FP8Backend):
-    """Float8 backend on MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313), for one NVIDIA GPU.
+    """Float8 backend that uses MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313) on one NVIDIA GPU.
 
     The package is no longer developed. It replaces an Adam or AdamW optimizer, and keeps weights in scaled float16.
     """
@@ -32,26 +32,26 @@ class MSAMP(FP8Backend):
         self._initialized = False
 
     def setup(self, kind: DeviceKind) -> None:
-        elsewhere = "It runs on one NVIDIA GPU; FP8(backend='torchao') runs anywhere but on mps, with any strategy."
+        elsewhere = "MS-AMP supports a single NVIDIA GPU. FP8(backend='torchao') supports all devices except mps."
         try:
             import msamp
         except ImportError as error:
             raise ConfigurationError(
-                f"FP8(backend='msamp') needs MS-AMP, which cannot be imported ({error}): "
-                f'pip install "git+https://github.com/Azure/MS-AMP". {elsewhere}',
+                f"FP8(backend='msamp') needs MS-AMP, which could not be imported ({error}). Install it with: pip "
+                f'install "git+https://github.com/Azure/MS-AMP". {elsewhere}',
             ) from error
         if kind.name != "cuda":
-            raise ConfigurationError(f"FP8(backend='msamp') cannot run on {kind.name}. {elsewhere}")
+            raise ConfigurationError(f"FP8(backend='msamp') is not supported on {kind.name} devices. {elsewhere}")
         environment = ProcessEnvironment.detect()
         if environment.is_distributed:
             raise ConfigurationError(
-                f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its "
-                f"gradients by itself, which no strategy does. {elsewhere}",
+                f"FP8(backend='msamp') is not supported with {environment.world_size} processes, because MS-AMP needs "
+                f"its own gradient reduction. {elsewhere}",
             )
         self._msamp = msamp
 
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Mark the layers to leave unchanged. MS-AMP converts the other layers together with the optimizer."""
+        # MS-AMP converts every linear layer without this mark, when it takes over the optimizer.
         for layer in kept:
             setattr(layer, _KEEP, True)
 
@@ -59,8 +59,8 @@ class MSAMP(FP8Backend):
         known = list(models)
         if len(known) != 1 or self._initialized:
             raise ConfigurationError(
-                f"FP8(backend='msamp') takes one model and one optimizer, prepared together; got {len(known)} models"
-                f"{' and a second optimizer' if self._initialized else ''}. Use FP8(backend='torchao').",
+                f"FP8(backend='msamp') supports one model and one optimizer, prepared together. Got {len(known)} "
+                f"models{' and a second optimizer' if self._initialized else ''}. Use FP8(backend='torchao').",
             )
         self._initialized = True
         model, cast = self._msamp.initialize(known[0], optimizer, opt_level=self.recipe)
@@ -73,7 +73,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Convert scaled tensors in a state dict to float32."""
+    """State dict hook that converts MS-AMP's scaled weights to float32, which any loader can read."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):
@@ -81,7 +81,7 @@ def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def _scaled_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Scale the tensors of a state dict like the module's weights, before they are loaded."""
+    """Load hook that casts the plain tensors of a state dict to the scaled dtype of MS-AMP's weights."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and parameter is not None and hasattr(parameter, "meta"):

@@ -30,7 +30,7 @@ _BASES = ("bf16", "32")
 
 
 class FP8(MixedPrecision):
-    """Precision with linear layers in float8 (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+    """Precision that computes linear layers in float8 (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
 
     Parameters, gradients and optimizer state keep the model's dtype, usually float32. Checkpoints and exports have the
     names of the unconverted model.
@@ -78,7 +78,7 @@ class FP8(MixedPrecision):
     ) -> None:
         super().__init__(cache_enabled)
         if multiple_of < 1:
-            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.")
+            raise ConfigurationError(f"multiple_of={multiple_of} must be a positive number, such as 16.")
         self.backend = _make_backend(backend, recipe, options)
         self.base = check_choice("base", base, _BASES)
         self.enabled = self.base == "bf16"
@@ -89,7 +89,7 @@ class FP8(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8:
-        """Create an FP8 precision from an `fp8_config`.
+        """Create an FP8 precision from the options in the `fp8_config` section of a launcher's YAML file.
 
         Args:
             config: The options by key, with or without the prefix `fp8_`, as in a launcher's YAML file.
@@ -113,7 +113,7 @@ class FP8(MixedPrecision):
         chosen = choose_layers(bare, self._multiple_of, self._keep_ends, self._filter)
         if chosen.misfits:
             logger.warning_once(
-                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, whose sizes are no "
+                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, because their sizes are not "
                 f"multiples of {self._multiple_of}: {listed(chosen.misfits)}."
             )
         if chosen.converted:
@@ -121,20 +121,19 @@ class FP8(MixedPrecision):
             kept = listed(sorted(chosen.kept)) or "none"
             logger.info(
                 f"{len(chosen.converted)} linear layers compute in float8 ({self.backend.name}, "
-                f"{self.backend.recipe}); kept in {self.base}: {kept}."
+                f"{self.backend.recipe}). Kept in {self.base}: {kept}."
             )
         elif not chosen.before:
             logger.warning_once(
-                f"precision='fp8' converts no layer of {type(bare).__name__}, which has {len(chosen.kept)} linear "
-                "layer(s), all kept out: by the filter, as the first and the last one (keep_first_and_last=False "
-                f"converts them), or by their sizes. It computes in {self.base}."
+                f"precision='fp8' converts no layer of {type(bare).__name__}, so the model computes in {self.base}. "
+                f"Its {len(chosen.kept)} linear layer(s) are excluded by the filter, by their sizes, or as the first "
+                "and the last layer (keep_first_and_last=False converts these)."
             )
         if all(known is not bare for known in self._models()):
             self._converted.append(ref(bare))
         return model
 
     def _models(self) -> list[nn.Module]:
-        """Return the converted models that still exist, without wrappers."""
         return [model for held in self._converted if (model := held()) is not None]
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -162,8 +161,8 @@ class FP8(MixedPrecision):
         written = (state.get("backend"), state.get("recipe"))
         if written != (self.backend.name, self.backend.recipe):
             logger.warning_once(
-                f"The checkpoint's scaling state is of {written}, and this run is of "
-                f"{(self.backend.name, self.backend.recipe)}: scaling starts from scratch."
+                f"The checkpoint's float8 scaling state is for {written}, but this run uses "
+                f"{(self.backend.name, self.backend.recipe)}. The state is ignored, and scaling starts from scratch."
             )
             return
         self.backend.load_state_dict(self._models(), state["scaling"])
@@ -176,8 +175,8 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
     if isinstance(spec, FP8Backend):
         if recipe is not None or options:
             raise ConfigurationError(
-                f"recipe and further options belong to a backend given by its name, but backend is a "
-                f"{type(spec).__name__} already. Give them to it.",
+                f"recipe and further options require the name of a backend, but backend is a {type(spec).__name__} "
+                "object. Pass the options to its constructor.",
             )
         return spec
     spelled = _SPELLINGS.get(str(spec).lower(), spec)
@@ -194,7 +193,7 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Return the user's module without wrappers, whose names filters and messages use."""
+    # Filters and messages use the layer names of the user's module, without a wrapper's prefix.
     while True:
         if isinstance(model, StepModule):
             model = model.task
@@ -210,10 +209,10 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-# An `fp8_config`, in both spellings of its keys, in the words of `FP8`
+# Conversion of an `fp8_config` to arguments of `FP8`
 
 
-# The questionnaire writes the longer names, the launcher's flags and the handlers have the shorter ones.
+# The launcher's questionnaire writes the longer names, its flags and the keyword handlers use the shorter ones.
 _QUESTIONNAIRE_SPELLINGS = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
@@ -238,7 +237,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `FP8` for an `fp8_config`.
+    """Convert the `fp8_config` section of a launcher's YAML file to a dict of `FP8` arguments.
 
     Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """
@@ -249,28 +248,28 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _KNOWN:
             allowed = sorted({*_KNOWN, *_QUESTIONNAIRE_SPELLINGS})
             raise ConfigurationError(
-                f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without their fp8_)."
-                f"{nearest(short, allowed)}",
+                f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without the prefix "
+                f"fp8_).{nearest(short, allowed)}",
             )
         if value is None:
             continue
         if name in given and given[name] != value:
             raise ConfigurationError(
-                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}."
+                f"fp8_config contains {name} in two spellings: {given[name]!r} and {value!r}. Remove one."
             )
         given[name] = value
     backend = _backend(given.pop("backend", None), given)
     strange = sorted(set(given) - set(_KEYS[backend]))
     if strange:
         raise ConfigurationError(
-            f"fp8_config has {', '.join(strange)}, but its backend is {backend!r}, which takes: "
+            f"fp8_config contains {', '.join(strange)}, which the backend {backend!r} does not support. Allowed: "
             f"{', '.join(_KEYS[backend])}.",
         )
     return {"torchao": _torchao, "te": _te, "msamp": _msamp}[backend](given)
 
 
 def _backend(named: Any, given: Mapping[str, Any]) -> str:
-    """Return the configured backend's name, or the backend to which the other keys belong."""
+    """Return the configured backend's name. If none is configured, infer the backend from the other keys."""
     if named is not None and str(named).upper() != "NO":
         return _BACKENDS[check_choice("fp8_config's backend", named, tuple(_BACKENDS))]
     return next((backend for backend, keys in _KEYS.items() if any(key in keys for key in given)), "torchao")
@@ -288,7 +287,7 @@ def _torchao(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _te(given: Mapping[str, Any]) -> dict[str, Any]:
     if _number("interval", given.get("interval", 1)) != 1:
-        logger.warning_once(f"fp8_interval={given['interval']} changes nothing: scales are computed in every step.")
+        logger.warning_once(f"fp8_interval={given['interval']} has no effect: scales are computed in every step.")
     _refuse_overrides(given.get("override_linear_precision", False))
     arguments: dict[str, Any] = {
         "backend": "te",
@@ -300,8 +299,8 @@ def _te(given: Mapping[str, Any]) -> dict[str, Any]:
     if _boolean("use_mxfp8_block_scaling", given.get("use_mxfp8_block_scaling", False)):
         if history:
             raise ConfigurationError(
-                f"{', '.join(history)} have no meaning with use_mxfp8_block_scaling=true, which keeps no history. "
-                "Leave them out.",
+                f"{', '.join(history)} cannot be combined with use_mxfp8_block_scaling=true, which keeps no history. "
+                "Remove one of the two.",
             )
         return {**arguments, "recipe": "mxfp8"}
     return {
@@ -321,9 +320,9 @@ def _refuse_overrides(value: Any) -> None:
     flags = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     if any(_boolean("override_linear_precision", flag) for flag in flags):
         raise ConfigurationError(
-            f"override_linear_precision={value!r}: TransformerEngine 2 computes all three products of a layer in 8-bit "
-            "floats. Leave it out, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), which keeps the gradient of "
-            "the weight in high precision.",
+            f"override_linear_precision={value!r} is not supported: TransformerEngine 2 computes all three matrix "
+            "products of a layer in float8. Remove the key, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), "
+            "which computes the gradient of the weight in high precision.",
         )
 
 
@@ -331,11 +330,11 @@ def _number(key: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.") from None
+        raise ConfigurationError(f"fp8_{key}={value!r} is not supported. Use a whole number.") from None
 
 
 def _boolean(key: str, value: Any) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).strip().lower() not in known:
-        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.")
+        raise ConfigurationError(f"fp8_{key}={value!r} is not supported. Use true or false.")
     return known[str(value).strip().lower()]

@@ -22,7 +22,10 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """Float8 backend for NVIDIA GPUs from Ada on (https://docs.nvidia.com/deeplearning/transformer-engine)."""
+    """Float8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
+
+    It runs on NVIDIA GPUs of the Ada generation or newer.
+    """
 
     name = "te"
     recipes = ("delayed", "current", "mxfp8")
@@ -43,13 +46,13 @@ class TransformerEngine(FP8Backend):
         if amax_compute_algo is not None:
             amax_compute_algo = check_choice("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
         if amax_history_len is not None and amax_history_len < 1:
-            raise ConfigurationError(f"amax_history_len={amax_history_len}: keep the values of at least 1 step.")
+            raise ConfigurationError(f"amax_history_len={amax_history_len} must be at least 1.")
         values = (margin, amax_history_len, amax_compute_algo)
         self._delayed = {name: value for name, value in zip(_DELAYED_ALONE, values, strict=True) if value is not None}
         if self._delayed and self.recipe != "delayed":
             raise ConfigurationError(
-                f"{', '.join(self._delayed)}: options of recipe='delayed' alone, but recipe={self.recipe!r} scales by "
-                "the values at hand. Leave them out, or use recipe='delayed'.",
+                f"{', '.join(self._delayed)} can only be used with recipe='delayed', but recipe={self.recipe!r} was "
+                "given. Remove the options, or use recipe='delayed'.",
             )
         self.layer_norm, self.in_evaluation = layer_norm, use_autocast_during_eval
         self._te: Any = None
@@ -57,24 +60,24 @@ class TransformerEngine(FP8Backend):
 
     def setup(self, kind: DeviceKind) -> None:
         elsewhere = (
-            "It runs on NVIDIA GPUs of compute capability 8.9 or newer"
+            "TransformerEngine supports NVIDIA GPUs with compute capability 8.9 or newer"
             + (" (10.0 for recipe='mxfp8')" if self.recipe == "mxfp8" else "")
-            + "; FP8(backend='torchao') runs anywhere but on mps, emulated where need be."
+            + ". FP8(backend='torchao') supports all devices except mps, and emulates float8 if necessary."
         )
         if kind.name != "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-            raise ConfigurationError(f"FP8(backend='te') cannot run on {kind.name}. {elsewhere}")
+            raise ConfigurationError(f"FP8(backend='te') is not supported on {kind.name} devices. {elsewhere}")
         try:
             import transformer_engine.pytorch as te
             from transformer_engine.common import recipe as recipes
         except ImportError as error:
             raise ConfigurationError(
-                "FP8(backend='te') needs TransformerEngine, which cannot be imported "
-                f'({error}): pip install "transformer-engine[pytorch]". {elsewhere}',
+                f"FP8(backend='te') needs TransformerEngine, which could not be imported ({error}). Install it with: "
+                f'pip install "transformer-engine[pytorch]". {elsewhere}',
             ) from error
         able, reason = _support(te, self.recipe)
         if not able:
             raise ConfigurationError(
-                f"FP8(backend='te', recipe={self.recipe!r}) cannot run here: {reason}. {elsewhere}"
+                f"FP8(backend='te', recipe={self.recipe!r}) is not supported on this machine: {reason}. {elsewhere}"
             )
         self._te, self._recipe = te, self._make_recipe(recipes)
 
@@ -94,7 +97,7 @@ class TransformerEngine(FP8Backend):
                 layer.out_features,
                 bias=layer.bias is not None,
                 params_dtype=layer.weight.dtype,
-                device="meta",  # the parameters are those of the layer before
+                device="meta",  # replace_layers shares the old layer's parameters
             )
         for module in model.modules() if self.layer_norm else ():
             if type(module) is nn.LayerNorm and module.elementwise_affine and module.bias is not None:
@@ -103,7 +106,7 @@ class TransformerEngine(FP8Backend):
         replace_layers(model, new)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return TransformerEngine's autocast context, which must close before backward."""
+        # This context must be closed before backward, as TransformerEngine updates its scales on exit.
         return self._autocast(self.in_evaluation or torch.is_grad_enabled())
 
     def _autocast(self, enabled: bool) -> AbstractContextManager[Any]:
@@ -115,7 +118,8 @@ class TransformerEngine(FP8Backend):
             context = self._te.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe)
         return context
 
-    # the history of delayed scaling; a module's own `_extra_state` is a pickle, which no checkpoint holds
+    # The history of delayed scaling is saved as tensors: a module's `_extra_state` is a pickle, which checkpoints do
+    # not contain.
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         if self.recipe != "delayed":
@@ -126,18 +130,19 @@ class TransformerEngine(FP8Backend):
         }
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        # Without gradients: as this context closes with them, TransformerEngine would count it as a step.
+        # With gradients enabled, TransformerEngine would count the end of this context as a step.
         with torch.no_grad(), self._autocast(True):
             for index, model in enumerate(models):
                 saved = state.get(str(index), {})
                 for name, module in _modules(model):
                     if name in saved:
+                        # Creates the tensors to load into, which otherwise exist only after the first forward pass.
                         module.init_fp8_metadata(num_gemms=1)
                         _restore(name, module, saved[name])
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Return True if the device supports a recipe, and otherwise False with the package's reason."""
+    """Return whether the device supports a float8 recipe, and TransformerEngine's reason if it does not."""
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -150,7 +155,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a TransformerEngine class without `_extra_state` in its state dict."""
+    """Return a subclass of a TransformerEngine module class that leaves `_extra_state` out of its state dict."""
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
@@ -162,7 +167,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """Return a module's scaling history, which is empty before the first forward pass."""
+    """Return a module's float8 scales and their histories on the CPU. Empty before the first forward pass."""
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 
@@ -173,7 +178,7 @@ def _restore(layer: str, module: Any, saved: dict[str, dict[str, Tensor]]) -> No
             target: Tensor = getattr(module.fp8_meta[key], name)
             if target.shape != value.shape:
                 raise CheckpointError(
-                    f"The {name} of {layer!r} is of shape {tuple(value.shape)} in the checkpoint, but "
-                    f"{tuple(target.shape)} here. Give FP8 the amax_history_len of the run that wrote it."
+                    f"The {name} of layer {layer!r} has shape {tuple(value.shape)} in the checkpoint, but "
+                    f"{tuple(target.shape)} in this run. Use the amax_history_len of the saved run."
                 )
             target.copy_(value)

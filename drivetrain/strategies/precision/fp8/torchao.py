@@ -27,7 +27,7 @@ _TORCHAOS_NAMES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
 class TorchAO(FP8Backend):
-    """Float8 backend on torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    """Float8 backend that uses torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
     Scales are computed from the current values, so there is no state to save. On devices without float8 arithmetic,
     the computation is emulated.
@@ -49,40 +49,38 @@ class TorchAO(FP8Backend):
         self.recipe = check_choice("recipe", known.get(recipe, recipe), self.recipes)
         if float8_all_gather and self.recipe != "tensorwise":
             raise ConfigurationError(
-                f"float8_all_gather=True gathers weights with one scale each, but recipe={recipe!r} scales rows, whose "
-                "shards are others than those that are gathered. Use recipe='tensorwise', or leave it out.",
+                f"float8_all_gather=True requires one scale for each weight, but recipe={recipe!r} computes a scale "
+                "for each row. Use recipe='tensorwise', or remove float8_all_gather.",
             )
         self._emulate, self._pad, self._given = emulate, pad_inner_dim, config
         self._gathers = float8_all_gather
         if config is not None:
             self.recipe, self._gathers = "config", config.enable_fsdp_float8_all_gather
-        from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather  # imports FSDP: longer than torch
+        from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather  # imports FSDP, which is slow
 
         self._all_gather = Float8AllGather()
         self._kind: DeviceKind | None = None
 
     def setup(self, kind: DeviceKind) -> None:
         if importlib.util.find_spec("torchao") is None:
-            raise ConfigurationError(
-                "precision='fp8' needs torchao, which is not installed: pip install \"drivetrain[fp8]\"."
-            )
+            raise ConfigurationError("precision='fp8' needs torchao. Install it with: pip install \"drivetrain[fp8]\".")
         if kind.name == "mps":
             raise ConfigurationError(
-                "precision='fp8' cannot run on mps, which has no 8-bit floats, not even to emulate with. Use "
+                "precision='fp8' is not supported on mps devices, which have no float8, not even for emulation. Use "
                 "'bf16', or the CPU.",
             )
         self._kind = kind
         native = kind.supports_float8()
         if self._emulate is False and not native and kind.name != "cpu":
             raise ConfigurationError(
-                f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device has not (NVIDIA: "
-                "compute capability 8.9 or newer, as Ada and Hopper). Leave emulate out to emulate it, or use 'bf16'.",
+                f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device does not "
+                "support (NVIDIA: compute capability 8.9 or newer, such as Ada). Remove emulate=False, or use 'bf16'.",
             )
         if self._emulates():
             logger.warning_once(
-                f"precision='fp8' is emulated on {kind.name}, which has no float8 arithmetic: operands are rounded to "
-                "float8 and multiplied in 32 bits, so a layer takes 2 to 4 times as long as in 32 bits. This shows "
-                "what float8 does to accuracy, not to speed; to train faster here, use 'bf16'."
+                f"precision='fp8' is emulated on {kind.name}, which has no float8 arithmetic. Values are rounded to "
+                "float8 and multiplied in float32, so a layer takes 2 to 4 times as long as in float32. Use this to "
+                "test the accuracy of float8, and 'bf16' to train faster."
             )
 
     def _emulates(self) -> bool:
@@ -91,7 +89,10 @@ class TorchAO(FP8Backend):
         return not self._kind.supports_float8() if given is None else given
 
     def config(self) -> Float8LinearConfig:
-        """Return torchao's configuration. Its float8 all-gather stays off, since it would replace the parameters."""
+        """Return torchao's configuration for the selected recipe, with torchao's own float8 all-gather disabled.
+
+        torchao's all-gather would replace the parameters with a tensor subclass.
+        """
         from torchao.float8 import Float8LinearConfig
 
         config = self._given
@@ -106,6 +107,7 @@ class TorchAO(FP8Backend):
         new: dict[nn.Module, nn.Module] = {}
         for layer in layers:
             converted: Any = convert_to_float8_training(nn.ModuleList([layer]), config=config)[0]
+            # torchao builds its own class. Its methods are replaced by those that work in inference mode, too.
             converted.__class__ = float8_layer()
             new[layer] = converted
         replace_layers(model, new)
@@ -121,9 +123,9 @@ class TorchAO(FP8Backend):
 
 
 def _import_convert() -> Any:
-    """Import torchao's conversion function without its warnings about missing kernels (torchao 0.18)."""
     import logging
 
+    # torchao 0.18 logs and warns about missing kernels when it is imported.
     quiet = logging.getLogger("torchao")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -138,15 +140,13 @@ def _import_convert() -> Any:
 
 @cache
 def float8_layer() -> type[nn.Module]:
-    """Return torchao's layer class, extended for inference mode and for autocast on any device.
+    """Return a subclass of torchao's linear layer that supports inference mode and autocast on any device.
 
     torchao 0.18 supports only CUDA's autocast. In inference mode, torch does not decompose operations on its tensors.
     """
     from torchao.float8.float8_linear import Float8Linear
 
     class Float8Layer(Float8Linear):  # type: ignore[misc, no-any-unimported, unused-ignore]
-        """Linear layer that computes in float8."""
-
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
@@ -158,7 +158,8 @@ def float8_layer() -> type[nn.Module]:
             with torch.autocast(kind, enabled=False):
                 return super().forward(input)  # type: ignore[no-any-return, unused-ignore]
 
-    Float8Layer.__qualname__ = Float8Layer.__name__  # found here by pickle
+    # So that pickle finds the class in this module, by the module's `__getattr__`.
+    Float8Layer.__qualname__ = Float8Layer.__name__
     return Float8Layer
 
 
