@@ -105,7 +105,7 @@ def bare(strategy: str, precision: str, accumulate: int, world: int, meter: Mete
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         low = None if precision == "32" else torch.bfloat16
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -175,12 +175,17 @@ def with_accelerator(strategy: str, precision: str, accumulate: int, world: int,
 DRIVERS = {"bare": bare, "trainer": with_trainer, "accelerator": with_accelerator}
 
 
+def run_driver(driver: str, strategy: str, precision: str, accumulate: int, world: int, meter: Meter) -> None:
+    """Train with a driver, which ticks the meter at each forward pass."""
+    DRIVERS[driver](strategy, precision, accumulate, world, meter)
+
+
 def cost(driver: str, strategy: str, precision: str, accumulate: int, world: int) -> dict[str, Any]:
     """Run a driver in each of `world` processes, and return what its counted micro-batches cost."""
     meter = Meter(start(world))
     network.bandwidth = SPEED
     try:
-        DRIVERS[driver](strategy, precision, accumulate, world, meter)
+        run_driver(driver, strategy, precision, accumulate, world, meter)
     finally:
         network.bandwidth = 0.0
     return meter.counts
