@@ -39,16 +39,17 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Open checkpoint whose state is restored part by part. Sharded tensors are read directly into their shards.
+    """Opened checkpoint that restores models, optimizers and other state one kind at a time.
 
-    The checkpoint may have the format of another tool.
+    Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
+    tool.
 
     Attributes:
         directory: The checkpoint's directory or URL.
-        engine: The engine's part, in the layout of `RunState.engine`.
-        driver: The entries that a driver such as the Trainer added, by name.
-        kept: The names of driver entries that come from an earlier checkpoint.
-        own: This process's driver entries, or None if another number of processes wrote the checkpoint.
+        engine: The states of prepared objects, in the layout of `RunState.engine`.
+        driver: The entries that a training loop such as the Trainer's added, by name.
+        kept: The names of these entries that come from an earlier checkpoint.
+        own: This process's entries of the training loop, or None if another number of processes wrote the checkpoint.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class SavedEngine:
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read everything except the tensor values of models and optimizers."""
+        """Read a checkpoint except for the tensors of models and optimizers, which are read into shards later."""
         described = checkpoint.describe_run_state(self.directory)
         later = set(find_places(described)[:2])
         paths = [
@@ -115,7 +116,13 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise an error if the checkpoint does not match the prepared and registered objects."""
+        """Raise an error if the saved objects differ in number or class from the prepared and registered ones.
+
+        Args:
+            models: The models to compare. None compares all prepared models.
+            advice: The end of the error message.
+            leaves_rest: True to ignore additional saved objects with a warning.
+        """
         run = self._run
         here: dict[str, Sequence[Any]] = {
             "models": run.prepared.models if models is None else models,
@@ -149,7 +156,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Keep the first `count` saved objects of a kind, and warn about the rest."""
+        """Ignore all saved objects of a kind after the first `count`, with a warning that lists them."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
@@ -164,7 +171,7 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Load the saved weights into the models."""
+        """Load the checkpoint's weights into the given models. None loads them into all prepared models."""
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -180,7 +187,7 @@ class SavedEngine:
                 )
 
     def restore_optimizers(self) -> None:
-        """Load the saved state into the optimizers."""
+        """Load the checkpoint's optimizer states into the prepared optimizers."""
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
@@ -198,21 +205,21 @@ class SavedEngine:
         self.engine[kind] = in_schema(found)["engine"][kind]
 
     def restore_schedulers(self) -> None:
-        """Load the saved state into the schedulers."""
+        """Load the checkpoint's scheduler states into the prepared learning-rate schedulers."""
         for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
     def restore_registered(self) -> None:
-        """Load the saved state into the registered objects."""
+        """Load the checkpoint's states into the objects that were registered for checkpointing."""
         for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
             item.load_state_dict(state)
 
     def restore_precision(self) -> None:
-        """Load the saved state of the loss scaler."""
+        """Load the checkpoint's precision state, such as the loss scale of fp16."""
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Set each loader so that its next iteration is the interrupted epoch.
+        """Restore the epoch of each prepared data loader, so that the interrupted epoch comes next.
 
         A loader prepared with `use_stateful_dataloader` continues at the next sample. After the last batch of an epoch,
         it continues with the next epoch. Loaders without saved state are not changed.
@@ -225,7 +232,7 @@ class SavedEngine:
 
     @property
     def random(self) -> Any:
-        """The saved random state for this process, or None if there is none.
+        """The random state that the checkpoint stores for this process, or None.
 
         If another number of processes wrote the checkpoint, this is the state of the same rank. Additional ranks reuse
         the states from the start.
@@ -238,7 +245,7 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Restore the saved random state of this process, if there is one."""
+        """Set the random generators to the state that the checkpoint stores for this process, if any."""
         restore_random(self.random)
 
 
@@ -264,18 +271,18 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """Automatically named checkpoints `checkpoints/checkpoint_<n>` in the project directory."""
+    """Naming of checkpoints as `checkpoints/checkpoint_<n>` in the project directory, and their rotation."""
 
     configuration: ProjectConfiguration
     state: PartialState
 
     @property
     def enabled(self) -> bool:
-        """True if checkpoints without a name get a number."""
+        """True if checkpoints that are saved without a directory get a number as their name."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the directory of the next checkpoint."""
+        """Return the directory for the next numbered checkpoint. Raises an error if that directory exists."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -292,9 +299,11 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count a new checkpoint, and remove the oldest ones beyond the limit after it is complete.
+        """Increase the number for the next checkpoint, and remove the oldest ones beyond `total_limit`.
 
-        Directories with such a name that are not checkpoints are neither removed nor counted.
+        The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
+        are
+        neither removed nor counted.
         """
         if directory != self._path(self.configuration.iteration):
             return
@@ -309,7 +318,10 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Continue numbering after the loaded checkpoint."""
+        """Set the next checkpoint's number to follow that of the loaded checkpoint.
+
+        No effect if the loaded checkpoint is not one of this project's numbered checkpoints.
+        """
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self.configuration.iteration = int(number[1]) + 1
@@ -342,7 +354,9 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Point in time that a save describes, if it is the last finished step instead of now.
+    """Random state and data loader positions to save in place of the current ones.
+
+    The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
     Attributes:
         random: The random state at that time. None means the current one.
@@ -356,17 +370,20 @@ class Moment:
 
 
 class RunState:
-    """Collects, writes, reads and restores a run's state in the schema of `drivetrain.checkpoint.manifest`.
+    """Writer and reader of a run's checkpoints, used by both `Accelerator` and `Trainer`.
 
-    The engine's part is equal for every driver. A driver such as the Trainer adds named entries, shared and per
-    process. Entries that the next driver does not use are kept and written again.
+    The states of prepared objects have the same layout for every training loop (see `drivetrain.checkpoint.manifest`).
+    A
+    training loop such as the Trainer's adds named entries, shared and per process. Entries that the next training loop
+    does
+    not use are kept and written again.
 
     Attributes:
         prepared: The prepared and registered objects.
         save_hooks: Functions of the user that run before `save_state`, by handle number.
         load_hooks: Functions of the user that run before `load_state`, by handle number.
         saves: The queue that writes checkpoints, one per process.
-        moment: Returns the point in time that a save describes. Set by a driver that may save within a step.
+        moment: Returns the point in time that a save describes. Set by the Trainer, which may save within a step.
     """
 
     def __init__(
@@ -389,7 +406,7 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Add objects to the state that is saved and loaded with the run."""
+        """Register objects for checkpointing. Each needs `state_dict()` and `load_state_dict(state)`."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -406,7 +423,12 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Collect the engine's part of the shared state. Call it on all processes."""
+        """Return the states of prepared and registered objects for a checkpoint. All processes must call this.
+
+        Args:
+            weights_only: True to return only the models' weights and classes.
+            moment: The point in time that the checkpoint describes. None uses `self.moment()`.
+        """
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -424,12 +446,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Collect the state of one model that is only evaluated, in the layout of `engine`."""
+        """Return a model's state in the layout of a checkpoint, for a model that is only evaluated."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of the prepared and registered objects, or None for unknown ones, by kind."""
+        """Return the class names of prepared and registered objects, by kind. An unknown class is None."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -450,7 +472,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint. Call it on all processes."""
+        """Write a checkpoint, and return an object to wait for its completion. All processes must call this."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -461,7 +483,14 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collect everything that a checkpoint stores. Returns the shared state and this rank's own state."""
+        """Return the content of a checkpoint: the state of the whole run, and the state of this process only.
+
+        Args:
+            engine: The states of prepared objects, from the method `engine`.
+            driver: Named entries of the training loop, shared by all processes.
+            own: Entries of the training loop for this process.
+            moment: The point in time that the checkpoint describes. None uses `self.moment()`.
+        """
         driver = dict(driver or {})
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
@@ -469,7 +498,10 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Save the engine's part after calling the user's hooks. See `Accelerator.save_state`."""
+        """Run the user's pre-save hooks, then write a checkpoint. Returns the checkpoint's directory.
+
+        See `Accelerator.save_state`.
+        """
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         engine, extra = self.engine(), None
@@ -484,7 +516,7 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Refuse to save during an optimizer step, and warn about gradients that a checkpoint does not store."""
+        """Raise an error during an optimizer step, and warn if a checkpoint would lose accumulated gradients."""
         if self._step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
@@ -506,7 +538,7 @@ class RunState:
         safe: bool = True,
         on_each_node: bool = False,
     ) -> None:
-        """Save a model's weights. See `Accelerator.save_model`."""
+        """Save a model's full weights in files of at most `max_shard_size`. See `Accelerator.save_model`."""
         weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
@@ -521,15 +553,21 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint for restoring. Call it on all processes."""
+        """Open a checkpoint and return an object that restores its parts. All processes must call this."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Keep driver entries of a loaded checkpoint, to write them again unless the driver replaces them."""
+        """Remember a training loop's checkpoint entries, so that later checkpoints contain them as well.
+
+        An entry with the same name from the current training loop replaces the remembered one.
+        """
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Restore the engine's part after calling the user's hooks. See `Accelerator.load_state`."""
+        """Run the user's pre-load hooks, then restore all prepared and registered objects from a checkpoint.
+
+        See `Accelerator.load_state`.
+        """
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         self.saves.finish()
         models = list(self.prepared.models)
@@ -549,7 +587,7 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model that owns an optimizer's parameters, or a container if there are several."""
+        """Return the prepared model that an optimizer trains, or a `ModuleList` if it trains several models."""
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
@@ -558,5 +596,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise an error if a checkpoint cannot store a state."""
+    """Raise an error if a checkpoint cannot store a state, such as one with objects of unknown classes."""
     pack({name: state})
