@@ -35,7 +35,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of the FSDP strategy under Accelerate's names.
+    """Options for sharding a model with FSDP, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.FSDP(...))` takes the options directly. Options without a meaning for `fully_shard`
     are accepted and logged once.
@@ -64,7 +64,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def strategy(self) -> FSDP:
-        """Return the FSDP strategy with these options.
+        """Return a `drivetrain.FSDP` strategy with the plugin's options.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """Return the options as keys of an `fsdp_config`."""
+        """Return the options as a dict with the keys of an `fsdp_config` section in a configuration file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
                 logger.warning_once(f"{name} changes nothing: checkpoints are always written in shards.")
@@ -114,7 +114,7 @@ class FullyShardedDataParallelPlugin:
 
 @dataclass
 class DeepSpeedPlugin:
-    """Options of the DeepSpeed strategy under Accelerate's names.
+    """Options for training with DeepSpeed, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.DeepSpeed(...))` takes the options directly.
 
@@ -136,12 +136,12 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
 
     def strategy(self) -> Strategy:
-        """Return the DeepSpeed strategy with these options."""
+        """Return a `drivetrain.DeepSpeed` strategy with the plugin's options."""
         strategy: Strategy = strategy_class("deepspeed")(**self.arguments())
         return strategy
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for `drivetrain.DeepSpeed`."""
+        """Return the plugin's options as keyword arguments of `drivetrain.DeepSpeed`."""
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")
         given = {
@@ -157,7 +157,7 @@ class DeepSpeedPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the device mesh under Accelerate's names.
+    """Sizes of the device mesh, one per kind of parallelism, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.Parallel(...))` takes the sizes directly.
 
@@ -199,17 +199,17 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of processes along the data-parallel dimensions."""
+        """The number of processes that get different data: model replicas times shards per replica."""
         return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of processes that share the same data."""
+        """The number of processes that share one batch, by tensor or context parallelism."""
         return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if parameters are replicated."""
+        """True if there are several replicas of the model, each for different data."""
         return (self.dp_replicate_size or 1) > 1
 
     @property
@@ -229,11 +229,11 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """True if Ulysses sequence parallelism is used."""
+        """Always False, because Ulysses sequence parallelism is not supported."""
         return False
 
     def strategy(self, **options: Any) -> Strategy:
-        """Return the strategy with these sizes.
+        """Return a `drivetrain.Parallel` strategy with the configured sizes of the device mesh.
 
         Args:
             **options: Options of `FSDP` for sharding parameters.
@@ -252,7 +252,9 @@ class ParallelismConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Communication of context parallelism under Accelerate's names, as in `Parallel(cp_attention=...)`.
+    """Options for how processes exchange keys and values in context parallelism.
+
+    `Parallel(cp_attention=...)` is the same setting.
 
     Attributes:
         cp_comm_strategy: `"allgather"` or `"alltoall"`.
@@ -281,7 +283,18 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the strategy that Accelerate's plugins describe, or None if there is no plugin."""
+    """Return the strategy that the given plugins configure, or None if all plugins are None.
+
+    Args:
+        fsdp: The FSDP plugin, or its configuration.
+        deepspeed: The DeepSpeed plugin, or its configuration.
+        parallelism: The sizes of the device mesh.
+        megatron: The Megatron-LM plugin, or its configuration.
+        grid_options: Further arguments of `Parallel`, used with `parallelism`.
+
+    Raises:
+        ConfigurationError: The plugins contradict each other.
+    """
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
@@ -310,12 +323,11 @@ def strategy_of_plugins(
 
 
 def _name_of(value: Any) -> Any:
-    """Return the name of an enum member, as YAML keys spell it."""
     return getattr(value, "name", value)
 
 
 def _wrap_of(policy: Callable[..., Any]) -> Any:
-    """Convert a wrapping policy of torch's older FSDP to `FSDP(wrap=...)`."""
+    """Convert an auto-wrap policy of FSDP 1 to a value for `FSDP(wrap=...)`."""
     known = policy.keywords if isinstance(policy, functools.partial) else {}
     if "transformer_layer_cls" in known:
         return list(known["transformer_layer_cls"])
@@ -342,10 +354,10 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
 
 
 class FP8Handler:
-    """Base class of Accelerate's option holders for the precision `"fp8"`."""
+    """Base class of FP8 recipes, which are passed in `Accelerator(kwargs_handlers=[...])`."""
 
     def precision(self) -> FP8:
-        """Return the precision with these options.
+        """Return an FP8 precision with the options of this recipe.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -355,7 +367,7 @@ class FP8Handler:
 
 @dataclass
 class AORecipeKwargs(FP8Handler):
-    """Options of torchao for FP8.
+    """FP8 recipe with options of torchao, to compute linear layers in 8-bit floating point.
 
     Attributes:
         config: A torchao `Float8LinearConfig`, which replaces the other options.
@@ -370,7 +382,6 @@ class AORecipeKwargs(FP8Handler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         if self.config is not None:
             # A filter takes the place of Accelerate's own, which keeps the first and the last layer.
             return FP8(
@@ -388,7 +399,7 @@ class AORecipeKwargs(FP8Handler):
 
 @dataclass
 class TERecipeKwargs(FP8Handler):
-    """Options of TransformerEngine for FP8 under Accelerate's names.
+    """FP8 recipe with options of TransformerEngine, with the field names of Accelerate.
 
     None means Accelerate's default: HYBRID, history length 1024, algorithm "most_recent".
     """
@@ -403,31 +414,31 @@ class TERecipeKwargs(FP8Handler):
     use_mxfp8_block_scaling: bool | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         given = {field.name: getattr(self, field.name) for field in fields(TERecipeKwargs)}
         return FP8.from_config({"backend": "te", **given})
 
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Handler):
-    """Options of MS-AMP for FP8. `opt_level` is `"O1"` or `"O2"` (default)."""
+    """FP8 recipe for MS-AMP. `opt_level` is `"O1"` or `"O2"` (default)."""
 
     opt_level: str | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         return FP8.from_config({"backend": "msamp", "opt_level": self.opt_level})
 
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
-    """Accelerate's older option holder for FP8. `backend` is `"te"` (default) or `"msamp"`."""
+    """FP8 recipe for TransformerEngine or MS-AMP, selected by `backend="te"` (default) or `"msamp"`.
+
+    This is Accelerate's older class. `TERecipeKwargs` and `MSAMPRecipeKwargs` replace it.
+    """
 
     opt_level: str | None = None
     backend: str | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         if check_choice("FP8RecipeKwargs(backend)", self.backend or "te", ("te", "msamp")) == "msamp":
             return MSAMPRecipeKwargs(self.opt_level).precision()
         return super().precision()
@@ -440,7 +451,7 @@ Handler = TypeVar("Handler")
 
 
 class DDPCommunicationHookType(str, Enum):
-    """Accelerate's names of DDP communication hooks, which compress gradients before the all-reduce."""
+    """Names of the DDP communication hooks that compress gradients before the all-reduce."""
 
     NO = "no"
     FP16 = "fp16"
@@ -451,7 +462,7 @@ class DDPCommunicationHookType(str, Enum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of the DDP strategy under Accelerate's names.
+    """Options of torch's `DistributedDataParallel`, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.DDP(...))` takes the options directly.
 
@@ -475,7 +486,7 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy_options(self) -> dict[str, Any]:
-        """Return the options as arguments of `drivetrain.DDP`."""
+        """Return the options as keyword arguments of `drivetrain.DDP`."""
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -489,14 +500,13 @@ class DistributedDataParallelKwargs:
 
 
 def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
-    """Convert Accelerate's name of a communication hook to drivetrain's."""
     name = given.value if isinstance(given, Enum) else given
     return {None: None, "no": None, "power_sgd": "powersgd", "batched_power_sgd": "batched_powersgd"}.get(name, name)
 
 
 @dataclass
 class GradScalerKwargs:
-    """Options of the loss scaler for the precision `"fp16"`."""
+    """Options of the gradient scaler, which is used with the precision `"fp16"`."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -507,7 +517,7 @@ class GradScalerKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """Options of the process group.
+    """Options for initializing torch's process group, such as the backend and the timeout.
 
     Attributes:
         backend: The c10d backend, instead of the device's default.
@@ -532,7 +542,7 @@ class InitProcessGroupKwargs:
 
 @dataclass
 class AutocastKwargs:
-    """Options of autocast for the mixed precisions."""
+    """Options of `torch.autocast`, which mixed precision uses."""
 
     enabled: bool = True
     cache_enabled: bool = True
@@ -540,7 +550,7 @@ class AutocastKwargs:
 
 @dataclass
 class ProfileKwargs:
-    """Options of `Accelerator.profile`, those of `torch.profiler.profile`.
+    """Options of the profiler that `Accelerator.profile` runs, as in `torch.profiler.profile`.
 
     Attributes:
         activities: The activities to record, such as `["cpu", "cuda"]`. None records all that the machine supports.
@@ -588,15 +598,15 @@ class ProfileKwargs:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """Options of gradient accumulation.
+    """Options of gradient accumulation, such as the number of micro-batches per optimizer step.
 
     Attributes:
         num_steps: The number of micro-batches per optimizer step.
         adjust_scheduler: Accepted without effect. A prepared scheduler steps when its optimizer does.
-        sync_with_dataloader: True if the last batch of a loader always ends an accumulation window.
+        sync_with_dataloader: True if the optimizer always steps at the last batch of a loader.
         sync_each_batch: True to reduce gradients after every micro-batch, which saves memory under sharding.
-        average_short_window: True to average a shorter last window over its own micro-batches. False divides by
-            `num_steps`, as Accelerate does.
+        average_short_window: True to average gradients over the actual number of micro-batches if the loader ends
+            early. False divides by `num_steps`, as Accelerate does.
     """
 
     num_steps: int = 1
@@ -614,7 +624,7 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Options for the output directory and checkpoints of a run.
+    """Options for a run's output directory and for automatically named checkpoints.
 
     Attributes:
         project_dir: The output directory.
@@ -639,7 +649,7 @@ class ProjectConfiguration:
         self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` if it is None."""
+        """Set `project_dir`, and set `logging_dir` to the same directory if it is None."""
         self.project_dir = project_dir or self.project_dir
         self.logging_dir = self.logging_dir or self.project_dir
 
@@ -658,7 +668,11 @@ HANDLER_TYPES = (
 
 
 def checked_handlers(given: Sequence[Any]) -> list[Any]:
-    """Return the option handlers. Raises an error for an unknown handler, or for two of the same kind."""
+    """Return the option objects as a list, after checking that each type is known and occurs once.
+
+    Raises:
+        ConfigurationError: A type is unknown or occurs twice, or there are several FP8 recipes.
+    """
     handlers = list(given)
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
@@ -675,12 +689,12 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
-    """Return the handler of one kind, or None."""
+    """Return the first option object of type `kind`, or None if the list has no such object."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
-    """Return a handler's fields as keyword arguments. Returns an empty dict for None."""
+    """Return the fields of an option object as keyword arguments, or an empty dict for None."""
     return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
 
 
@@ -688,7 +702,7 @@ def handler_options(handler: Any) -> dict[str, Any]:
 
 
 class DynamoBackend(str, Enum):
-    """Accelerate's names of `torch.compile` backends."""
+    """Names of the backends that compile models with `torch.compile`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -749,7 +763,7 @@ class TorchDynamoPlugin:
         self.backend = given
 
     def compilation(self) -> Compilation | None:
-        """Return the engine's compilation options, or None if nothing is compiled."""
+        """Return the `Compilation` that compiles prepared models, or None if nothing is compiled."""
         if self.backend is DynamoBackend.NO or self.disable:
             return None
         return Compilation(
@@ -762,7 +776,7 @@ class TorchDynamoPlugin:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as a dict, with the backend's lower-case name."""
+        """Return the fields as a dict, in which the backend is a string in lower case."""
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
         return {**vars(self), "backend": backend}
 
@@ -792,13 +806,13 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Settings that the launcher passed to this process in environment variables."""
+    """Settings of the launch, read from the environment variables that the launcher sets."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
     @property
     def fsdp(self) -> FullyShardedDataParallelPlugin | None:
-        """The launcher's FSDP options, or None."""
+        """An FSDP plugin with the launcher's settings, or None if the launcher does not select FSDP."""
         if not self.settings.get("use_fsdp"):
             return None
         options = self._options("fsdp_")
@@ -808,7 +822,7 @@ class Launched:
 
     @property
     def deepspeed(self) -> DeepSpeedPlugin | None:
-        """The launcher's DeepSpeed options, or None."""
+        """A DeepSpeed plugin with the launcher's settings, or None if it does not select DeepSpeed."""
         if not self.settings.get("use_deepspeed"):
             return None
         known = {each.name for each in fields(DeepSpeedPlugin)} - {"gradient_accumulation_steps"}
@@ -818,7 +832,7 @@ class Launched:
 
     @property
     def parallelism(self) -> ParallelismConfig | None:
-        """The launcher's device mesh sizes, or None."""
+        """The device mesh sizes from the launcher's settings, or None if it configures no mesh."""
         if not self.settings.get("use_parallelism_config"):
             return None
         sizes = {
@@ -830,19 +844,19 @@ class Launched:
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:
-        """The launcher's Megatron options, or None."""
+        """A Megatron-LM plugin with the launcher's settings, or None if it does not select Megatron-LM."""
         if not self.settings.get("use_megatron_lm"):
             return None
         return MegatronLMPlugin(**self._options("megatron_lm_"))
 
     @property
     def fp8_config(self) -> dict[str, Any]:
-        """The launcher's FP8 options, as keys of an `fp8_config`."""
+        """The launcher's FP8 settings as a dict with keys such as `fp8_backend`."""
         return {name: value for name, value in self.settings.items() if name.startswith("fp8_")}
 
     @property
     def compilation(self) -> Compilation | None:
-        """The launcher's compilation options, or None."""
+        """The launcher's options for `torch.compile`, or None if nothing is compiled."""
         backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
@@ -857,12 +871,12 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """The launcher's further arguments of `Parallel`."""
+        """Arguments of `Parallel` from the launcher's settings, apart from the mesh sizes."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
     def strategy(self) -> Strategy | None:
-        """Return the strategy that the launcher selects, or None."""
+        """Return the strategy that the launcher's settings select. None means the default strategy."""
         if not any(self.settings.get(name) for name in _SWITCHES):
             return None
         fsdp, grid = self.fsdp, self.parallelism
@@ -880,7 +894,10 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy of a script's plugins. Unset options use the launcher's settings."""
+        """Return the strategy from a script's plugins, whose unset options come from the launcher.
+
+        Returns None if all plugins are None.
+        """
         if parallelism is not None and fsdp is None:
             fsdp = self.fsdp
         elif fsdp is not None and parallelism is None:
@@ -893,13 +910,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return the settings with a prefix, by plugin field name."""
+        """Return the settings whose names start with `prefix`, by the names of the plugin's fields."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Fill a plugin's unset fields with the launcher's settings. A mapping is returned unchanged."""
+    """Return a plugin whose unset fields have the launcher's values. A dict is returned unchanged."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -913,7 +930,7 @@ def _filled(plugin: Any, launched: Any) -> Any:
 
 @dataclass
 class Plugins:
-    """Plugins that were passed to an Accelerator, as objects or as dicts of YAML keys."""
+    """Plugins that were passed to an Accelerator, as objects or as sections of a configuration file."""
 
     fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
     deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
@@ -932,7 +949,10 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Create the record from the arguments of an `Accelerator`."""
+        """Collect the plugins from an Accelerator's arguments. Raises an error if two contradict.
+
+        `deepspeed` may be a dict of several plugins by name. The first one is then active.
+        """
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
@@ -948,7 +968,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Return the strategy of each DeepSpeed plugin, by plugin name."""
+        """Create a strategy for each of several DeepSpeed plugins. Returns a dict by plugin name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

@@ -22,9 +22,11 @@ _OF_THE_TASK = {
 
 @dataclass
 class MegatronLMPlugin:
-    """Options of the Megatron strategy. `Accelerator(strategy=drivetrain.Megatron(...))` accepts them directly.
+    """Options for training with Megatron-LM, such as the degrees of tensor and pipeline parallelism.
 
-    As with any strategy, the training loop owns learning-rate schedules and data.
+    `Accelerator(strategy=drivetrain.Megatron(...))` accepts the options directly. As with any strategy, the training
+    loop
+    owns learning-rate schedules and data.
 
     Attributes:
         other_megatron_args: Further keys of a `megatron_lm_config`.
@@ -63,7 +65,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def strategy(self) -> Strategy:
-        """Return the Megatron strategy with these options.
+        """Return a `drivetrain.Megatron` strategy with the plugin's options.
 
         Raises:
             ConfigurationError: An option is not supported.

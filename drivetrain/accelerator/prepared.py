@@ -339,7 +339,6 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 class _Alone:
-
     window = None
     holds_gradients = False
 
