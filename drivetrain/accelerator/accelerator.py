@@ -1114,8 +1114,8 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         """Compute gradients of a loss, after dividing it by the number of accumulated micro-batches.
 
         With fp16 mixed precision, the loss is scaled as well. With `weight`, the resulting gradients are those of the
-        weighted
-        mean over all accumulated micro-batches and all processes. Pass a weight for every micro-batch or for none.
+        weighted mean over all accumulated micro-batches and all processes. Pass a weight for every micro-batch or for
+        none.
 
         Args:
             loss: The mean loss of this micro-batch, a scalar tensor. With `weight`, the sum of its losses.

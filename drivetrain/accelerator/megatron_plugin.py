@@ -25,8 +25,7 @@ class MegatronLMPlugin:
     """Options for training with Megatron-LM, such as the degrees of tensor and pipeline parallelism.
 
     `Accelerator(strategy=drivetrain.Megatron(...))` accepts the options directly. As with any strategy, the training
-    loop
-    owns learning-rate schedules and data.
+    loop owns learning-rate schedules and data.
 
     Attributes:
         other_megatron_args: Further keys of a `megatron_lm_config`.

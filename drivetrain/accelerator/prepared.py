@@ -361,10 +361,9 @@ class AccumulationWindow:
     """Counter of the micro-batches that contribute to the next optimizer step.
 
     A plain loop enters each micro-batch by `advance`, and the end of its data loader ends the window. The Trainer,
-    which
-    fetches the micro-batches of a step in advance, sets their number with `begin` and enters each by `advance_planned`.
-    The
-    count belongs to the loop over one loader: when that loop ends, for any reason, the next window starts from zero.
+    which fetches the micro-batches of a step in advance, sets their number with `begin` and enters each by
+    `advance_planned`. The count belongs to the loop over one loader: when that loop ends, for any reason, the next
+    window starts from zero.
 
     Attributes:
         plugin: The options.
@@ -514,9 +513,8 @@ class PreparedScheduler:
             too.
         window: The counter of micro-batches.
         steps_per_call: The number of scheduler steps per optimizer step. Scripts for plain loops expect one per
-            process,
-            because they write schedules for the length of the unsharded loader. A scheduler that watches a metric
-            always steps once.
+            process, because they write schedules for the length of the unsharded loader. A scheduler that watches a
+            metric always steps once.
         with_optimizer: False to step at every call, independent of the optimizers.
     """
 

@@ -302,8 +302,7 @@ class NumberedCheckpoints:
         """Increase the number for the next checkpoint, and remove the oldest ones beyond `total_limit`.
 
         The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
-        are
-        neither removed nor counted.
+        are neither removed nor counted.
         """
         if directory != self._path(self.configuration.iteration):
             return
@@ -373,10 +372,8 @@ class RunState:
     """Writer and reader of a run's checkpoints, used by both `Accelerator` and `Trainer`.
 
     The states of prepared objects have the same layout for every training loop (see `drivetrain.checkpoint.manifest`).
-    A
-    training loop such as the Trainer's adds named entries, shared and per process. Entries that the next training loop
-    does
-    not use are kept and written again.
+    A training loop such as the Trainer's adds named entries, shared and per process. Entries that the next training
+    loop does not use are kept and written again.
 
     Attributes:
         prepared: The prepared and registered objects.

@@ -185,8 +185,7 @@ class OptimizerStep:
     """Backward pass, gradient clipping and optimizer step for all prepared models and optimizers.
 
     A plain loop runs the parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared
-    optimizer.
-    The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
+    optimizer. The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
 
     Attributes:
         window: The counter of micro-batches for gradient accumulation.
@@ -399,8 +398,7 @@ class OptimizerStep:
         """Return a closure that computes gradients with `closure`, then completes, unscales and clips them.
 
         The returned closure returns the mean loss over all processes, because a line search must take the same
-        decisions on
-        every process.
+        decisions on every process.
         """
 
         def compute_gradients() -> Any:
