@@ -69,7 +69,7 @@ def test(flags: tuple[str, ...]) -> int:
 
 
 def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """Return the settings that result from the flags, and True if they are only to be shown."""
+    """Return the launch settings from the flags, and whether they are only to be shown (`--dry_run`)."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect

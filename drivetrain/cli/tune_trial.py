@@ -39,7 +39,10 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Callback that times the steps after a warm-up, writes the result to a file, and ends the process."""
+    """Callback that measures the time of a step, writes the result to a file, and ends the process.
+
+    The first steps are not measured, because they include compilation and other start-up work.
+    """
 
     saves_within_steps = False
 
@@ -114,7 +117,12 @@ class Pace(Callback):
 
 
 def _patch_trainer(change: Change, result: Path) -> None:
-    """Patch `Trainer` in this process so that every trainer runs a trial with the change."""
+    """Patch the class `Trainer` in this process so that any script's trainer runs a short trial with a change.
+
+    Args:
+        change: The change to try.
+        result: The file to which the result is written.
+    """
     make, adapt = Trainer.__init__, Trainer.adapt_loader
 
     @functools.wraps(make)
