@@ -787,7 +787,7 @@ def _registered() -> list[str]:
     return [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
 
 
-# What the launcher was asked for, where the script does not choose by itself: a strategy, a recipe, compilation
+# Settings of the launcher, for everything that the script does not set itself
 
 
 Sharding = FullyShardedDataParallelPlugin | Mapping[str, Any] | None
@@ -880,7 +880,7 @@ class Launched:
         if not any(self.settings.get(name) for name in _SWITCHES):
             return None
         fsdp, grid = self.fsdp, self.parallelism
-        # DDP is the strategy of FSDP that shards nothing.
+        # FSDP without sharding is DDP, the default strategy.
         if grid is None and fsdp is not None and "NO_SHARD" in (fsdp.sharding_strategy, fsdp.reshard_after_forward):
             return None
         return strategy_of_plugins(

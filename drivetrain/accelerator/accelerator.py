@@ -157,7 +157,7 @@ class Collectives:
         return bool(collectives.reduce(flag, "max").item())
 
 
-# Who am I, who goes first, who speaks: the process control of `PartialState` on the Accelerator
+# Rank, order and synchronization of processes, forwarded to `PartialState`
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -399,7 +399,7 @@ class StateSaving:
         self.run_state.load(input_dir)
 
 
-# What may be asked of an Accelerator, and the few settings that may change
+# Settings and status
 
 
 class EngineStatus:
@@ -598,7 +598,7 @@ class EngineStatus:
         return self.project_configuration.logging_dir
 
 
-# The part of the Accelerator's face that speaks to experiment trackers; `RunTracking` does the work
+# Logging to experiment trackers, implemented by `RunTracking`
 
 
 class Tracking:
@@ -732,6 +732,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
         )
     if not isinstance(path, str | os.PathLike):
         raise ConfigurationError(f"safe_serialization=True writes to a path, but got a {type(path).__name__}.")
+    # safetensors rejects tensors that share memory. Of tied weights, only the first name is written.
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
@@ -740,7 +741,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
     save_file(kept, os.fspath(path), metadata={"format": "pt"})
 
 
-# The part of the Accelerator's face that gives models back, and ends with them
+# Models outside the training step
 
 
 class ModelHandling:

@@ -74,6 +74,7 @@ class Compilation:
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 kinds = Counter(type(child) for child in module)
                 found += [child for child in module if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
+        # A block inside another block is compiled together with it.
         inner = {id(part) for block in found for part in block.modules() if part is not block}
         return [block for block in found if id(block) not in inner] or [model]
 

@@ -56,6 +56,7 @@ def _gather_same_shape(topology: Topology, data: Any) -> Any:
     def pick(tensor: Tensor) -> Tensor:
         return torch.cat(topology.select(tensor.chunk(count), rows=True))
 
+    # Processes that share a batch, as in tensor parallelism, have equal values. Keep one copy.
     everything = collectives.gather(data)
     return everything if topology.data_ranks is None else recursively_apply(pick, everything)
 
@@ -104,10 +105,11 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
     try:
         recursively_apply(note, data)
         everyone = collectives.gather_object([kept])
+    # Other processes are already in the collective: take part in it, so that all can raise the error.
     except DataError as error:
         everyone = collectives.gather_object([_Ambiguous(error)])
     _raise_what_any_raised(everyone)
-    # Which tensors are per-sample must be the same everywhere: where ranks disagree, none is cut.
+    # All ranks must cut the same tensors. If they disagree about a tensor, none of them cuts it.
     verdicts = iter([None not in votes for votes in zip(*everyone, strict=True)])
     counts = iter(kept)
 
@@ -165,7 +167,7 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
         info = loader.current
         if info is not None:
             fixed = isinstance(loader.loader, DataLoader) and loader.loader.batch_size is not None
-            # Of what each process reads by itself, no count is the same on all of them.
+            # If each process reads its own data, the counts differ between processes.
             if not fixed or not loader.is_shared or info.global_rows != loader.total_batch_size:
                 return False
     return True

@@ -60,7 +60,7 @@ from drivetrain.strategies.base import Configured, PlacesBatches, joined, lay_ou
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
-# `AcceleratorState`: what `accelerator.state` shows, the process's state and what one engine was made with
+# `accelerator.state`: the process state and the settings of one Accelerator
 
 
 _ENGINE = "engine"
@@ -130,7 +130,7 @@ class AcceleratorState(PartialState):
         """The Accelerator's settings, such as its precision and plugins, in one object."""
         try:
             found: EngineRecord = self.engine_record
-        except AttributeError:  # out of a pickle
+        except AttributeError:  # an unpickled state has no record
             found = self.registry().get(_ENGINE) or EngineRecord()
         return found
 
@@ -297,6 +297,7 @@ def wrap_forward(model: nn.Module, precision: Precision) -> None:
             return
         PrecisionForward.remove(model)
     if overrides(precision, "forward_context") or overrides(precision, "convert_batch"):
+        # An attribute of the instance shadows the method of its class.
         model.__dict__["forward"] = PrecisionForward(model.forward, precision)
 
 
@@ -419,13 +420,13 @@ def set_up_strategy(
     return strategy
 
 
+# Member of DistributedType for each strategy. Other strategies get the member that describes their processes.
 _TYPES = {
     "fsdp": DistributedType.FSDP,
     "deepspeed": DistributedType.DEEPSPEED,
     "megatron": DistributedType.MEGATRON_LM,
     "xla": DistributedType.XLA,
 }
-"""What Accelerate calls strategies, by their names."""
 
 
 def make_state(
@@ -597,6 +598,7 @@ class Preparation:
             elif isinstance(item, DataLoader):
                 prepared[index] = self.loader(item, placement[index])
         for index, item in enumerate(prepared):
+            # Last, because a scheduler looks up the prepared wrapper of its optimizer.
             if is_scheduler(item):
                 prepared[index] = self.scheduler(item)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -686,6 +688,7 @@ class Preparation:
         ] or self._prepared.optimizers
         options = self.options
         if steps_per_call is None:
+            # With sharded loaders, a schedule written for one process would otherwise advance too slowly.
             once = options.dataloader_config.split_batches or not options.step_scheduler_per_process
             steps_per_call = 1 if once else self._state.num_processes
         prepared = PreparedScheduler(
@@ -724,6 +727,7 @@ class Preparation:
             place = own.around(place)
         if shard is None:
             shard = self._strategy.topology.data_shard
+            # Data that the script has already split, for example with a DistributedSampler, must not be split again.
             if shard.count > 1 and (not config.use_distributed_sampler or is_split_already(data_loader)):
                 shard = DataShard()
         prepared = prepare_loader(

@@ -88,7 +88,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# `GradientState`: where an accumulation window and the loaders being iterated are
+# `accelerator.gradient_state`: gradient accumulation and the loaders being iterated
 
 
 _GRADIENTS = "gradients"
@@ -113,6 +113,7 @@ class GradientState:
         active: ActiveLoaders | None = None,
     ) -> None:
         self._plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        # Weak references, so that the registry does not keep a deleted Accelerator alive.
         self._own = None if window is None or active is None else (weakref.ref(window), weakref.ref(active))
         self._synchronises = True
         if self._own is not None:
@@ -225,7 +226,7 @@ def _nothing() -> None:
     return None
 
 
-# A prepared optimizer: steps only where an accumulation window ends, and records when a step was skipped
+# Optimizer that steps only at the end of an accumulation window, and records if a step was skipped
 
 
 class PreparedOptimizer(OptimizerProxy):
@@ -258,6 +259,7 @@ class PreparedOptimizer(OptimizerProxy):
         self.holds_abandoned = False
 
     def __getattr__(self, name: str) -> Any:
+        # While an object is copied, the attribute may not exist yet, and `getattr` below would recurse.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -338,6 +340,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
+# Replaces the engine of a copied or unpickled optimizer, which belongs to no Accelerator: each `step` runs.
 class _Alone:
     window = None
     holds_gradients = False
@@ -349,12 +352,13 @@ class _Alone:
 
 
 def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
+    # To train with the copy, prepare its `.optimizer`.
     engine: Any = _Alone()
     engine.window = engine
     return PreparedOptimizer(optimizer, engine, Prepared(), Strategy())
 
 
-# The accumulation window: which micro-batch is this, how many does an optimizer step hold, and is this the last
+# Counting the micro-batches of an optimizer step
 
 
 class AccumulationWindow:
@@ -407,6 +411,7 @@ class AccumulationWindow:
             self.holds_gradients = self.weighted = self.planned = False
             self.size = self.plugin.num_steps
             if loader is not None and info is not None and self.plugin.average_short_window:
+                # Fewer batches may be left than a full window needs. Their losses are averaged over their own number.
                 remaining = loader.remaining
                 if remaining is not None:
                     self.size = max(1, min(self.size, remaining))
@@ -415,7 +420,7 @@ class AccumulationWindow:
         self.sync_gradients = self.count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
             if self.count != self.size and self.plugin.average_short_window:
-                # The loader had no length, or not the one it reported: what is held was normalised by a wrong number.
+                # The loader had no length or reported a wrong one, so the gradients were divided by a wrong number.
                 if self.holds_gradients and not self.weighted:
                     self._scale(self.size / self.count)
                 self.size = self.count
@@ -453,6 +458,7 @@ class AccumulationWindow:
 
     def mark_backward(self) -> None:
         """Record that a backward pass has added gradients for the next optimizer step."""
+        # Without `accumulate`, there are no windows, and gradients never belong to an unfinished one.
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
@@ -471,9 +477,11 @@ class AccumulationWindow:
         """Multiply all gradients by a factor, to correct their average for the actual number of micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
+            # Models may share parameters, which must be scaled only once.
             own = [parameter for parameter in model.parameters() if id(parameter) not in done]
             done.update(map(id, own))
             self._strategy.gradients.scale(own, factor, model=model)
+        # Optimizers may hold parameters that belong to no prepared model.
         others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
         rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
         scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)
@@ -550,7 +558,7 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy follows no engine: it steps whenever it is called.
+        # A copy belongs to no Accelerator and steps at every call.
         return _unprepared_scheduler, (self.scheduler, self._steps_per_call)
 
     def get_last_lr(self) -> Any:
@@ -567,6 +575,7 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
+        # While an object is copied, the attribute may not exist yet, and `getattr` below would recurse.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
@@ -606,6 +615,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
     for name in ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "min_lrs"):
         values = getattr(scheduler, name, None)
         if isinstance(values, list) and values:
+            # Only learning rates differ between groups. Momentums, factors and minimum rates are copied.
             values[number : number + 1] = [values[0] * ratio if name in ("base_lrs", "max_lrs") else values[0]]
     for key in ("initial_lr", "max_lr", "min_lr"):
         if key in first:
@@ -618,5 +628,6 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 def _with_parts(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler and, recursively, the schedulers that it combines, as in `SequentialLR`."""
     yield scheduler
+    # Torch 2.13 has no public name for these schedulers.
     for part in vars(scheduler).get("_schedulers", ()):
         yield from _with_parts(part)

@@ -30,7 +30,7 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import class_chosen, empty_optimizer_state, original_type
 from drivetrain.strategies.precision import Precision
 
-# A checkpoint on its way back into an engine, part by part
+# Restoring a checkpoint part by part
 
 
 logger = get_logger(__name__)
@@ -144,6 +144,7 @@ class SavedEngine:
                 )
         for kind in ("optimizers", "schedulers"):
             for number, (was, now) in enumerate(zip(saved_classes.get(kind, ()), classes[kind], strict=False)):
+                # A class that the file or this run does not know is not compared.
                 if was is not None and now is not None and was != now:
                     raise CheckpointError(
                         f"The checkpoint at {self.directory} holds the state of {_article(was)}, but {kind[:-1]} "
@@ -309,9 +310,11 @@ class NumberedCheckpoints:
         self.configuration.iteration += 1
         limit = self.configuration.total_limit
         if limit is not None and self.state.is_main_process:
+            # Not earlier: if this save fails, the older checkpoints are still needed.
             pending.add_done_callback(lambda save: None if save.failed() else self._remove_beyond(limit))
 
     def _remove_beyond(self, limit: int) -> None:
+        # Never remove a directory that is no checkpoint, even if its name looks like one.
         found = [path for number in self._numbers() if checkpoint.is_checkpoint(path := self._path(number))]
         for path in found[:-limit]:
             checkpoint.remove_checkpoint(path)
@@ -343,6 +346,7 @@ class NumberedCheckpoints:
 
     def _from_main_process(self) -> list[int]:
         self._folder()
+        # All processes must agree, and other machines may not see the disk of the main process.
         numbers: list[int] = broadcast_object_list([self._numbers() if self.state.is_main_process else None])[0]
         return numbers
 
@@ -506,6 +510,7 @@ class RunState:
             extra = checkpoint.extra_place(directory, self._state)
             for hook in list(self.save_hooks.values()):
                 hook(list(self.prepared.models), engine["models"], extra)
+            # The files of all processes' hooks must exist before the checkpoint is completed.
             self._state.wait_for_everyone()
         pending = self.write(directory, engine, self._tracking.entries(), block=block, extra=extra)
         if output_dir is None:
@@ -566,6 +571,7 @@ class RunState:
         See `Accelerator.load_state`.
         """
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
+        # The checkpoint to load may still be in the queue of background saves.
         self.saves.finish()
         models = list(self.prepared.models)
         for hook in list(self.load_hooks.values()):

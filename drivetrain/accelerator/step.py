@@ -88,6 +88,8 @@ class WeightedMean:
         own = self._checked(weight)
         self.pending = True
         self._weights.append(own if counts else torch.zeros_like(own))
+        # The strategy averages gradients over processes, so multiply by their number to get a sum. The power of two in
+        # `_divisor` keeps the gradients in range until `finish` divides them by the exact total.
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
@@ -118,7 +120,7 @@ class WeightedMean:
         device = self.strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
         self.total = total = self.strategy.topology.sum(own)
-        # Without any weight there is no gradient either.
+        # Without any weight there are no gradients, and 0 / 0 would turn them into NaN.
         factor = torch.where(
             total > 0, self._divisor / total, torch.zeros_like(total)
         )  # wide: gradients may be of 64 bits
@@ -140,11 +142,13 @@ class WeightedMean:
 
 
 def _power_of_two(weight: Tensor) -> float:
+    # Dividing by a power of two only changes the exponent, so it rounds nothing.
     value = float(weight)
     return 2.0 ** round(math.log2(value)) if value > 0 and math.isfinite(value) else 1.0
 
 
 def _wide(device: torch.device) -> torch.dtype:
+    # MPS has no float64. float32 counts exactly up to 2**24.
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -229,7 +233,7 @@ class OptimizerStep:
         """Register the hooks to run in all following optimizer steps. `StepHooks()` removes all hooks."""
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
-        # What a strategy leaves as it is, is called straight: a step is short, and a call is felt in it.
+        # Skip methods that the strategy does not override, since each call costs time in a short step.
         is_plain = hooks.run_backward is None and type(strategy).backward is _BACKWARD
         self._run_backward = Tensor.backward if is_plain else hooks.run_backward or strategy.backward
         is_plain = hooks.optimizer_step is None and type(strategy).optimizer_step is _OPTIMIZER_STEP
@@ -298,6 +302,7 @@ class OptimizerStep:
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
         """Compute gradients for several losses of one micro-batch, each only for the parameters listed with it."""
         last = len(losses) - 1
+        # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
             self.backward(loss, share=share, inputs=list(leaves), retain_graph=number < last)
 
@@ -328,6 +333,7 @@ class OptimizerStep:
 
     def is_vetoed(self) -> bool:
         """Return True if a hook returns False, which means that the optimizer step should be skipped."""
+        # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
     def prepare_step(self, optimizer: Optimizer) -> None:
@@ -351,6 +357,7 @@ class OptimizerStep:
             optimizer = prepared.optimizer
             if self._prepares:
                 self.prepare_step(optimizer)
+            # An error between here and the end of the loop leaves some parameters newer than others.
             self.is_torn = True
             done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
@@ -372,6 +379,8 @@ class OptimizerStep:
         optimizer, timing = prepared.optimizer, self.timing
         result: Any = None
         outer = timing.enter(OPTIMIZER) if timing.on else None
+        # Such an optimizer calls the closure several times. For any other, run it before the step, so that the
+        # gradients can be completed and clipped in between.
         if closure is not None and prepared.needs_closure:
             self.is_torn = True
             done = self._step_one(optimizer, closure=self._prepared_closure(optimizer, closure))

@@ -37,6 +37,7 @@ class RunTracking:
 
         See `Accelerator.init_trackers`.
         """
+        # If trackers are running already, end their runs first.
         self.group.finalize()
         trackers = resolve_trackers(
             self.log_with, save_dir=self.project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
@@ -67,6 +68,7 @@ class RunTracking:
         return found.tracker if unwrap else found
 
     def _at_exit(self) -> None:
+        # In an interactive session, `last_value` may be an old error that the user has seen and fixed.
         self._finish(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
     def _finish(self, error: BaseException | None) -> None:

@@ -221,6 +221,7 @@ class Trial:
         if self.model is None:
             network = copy.deepcopy(self.network)
             optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+            # A later call continues with this model, so it must be prepared only once.
             self.model, self.optimizer, loader = accelerator.prepare(network, optimizer, loader)
         else:
             loader = accelerator.prepare(loader)

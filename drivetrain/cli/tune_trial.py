@@ -76,11 +76,13 @@ class Pace(Callback):
             self._begun = perf_counter()
             return
         seconds = (perf_counter() - self._begun) / self._batches * trainer.accumulate_grad_batches
+        # The slowest process determines the time of a step.
         seconds, shares = max(gather_object([(seconds, trainer.timing.shares)]), key=lambda each: each[0])
         cores = min(gather_object([cores_of_process(trainer.num_devices)]))
         if trainer.is_global_zero:
             changes = [asdict(each) for each in self._changes(trainer, task, shares, cores)]
             self._result.write_text(json.dumps({"seconds": seconds, "changes": changes}))
+        # Whatever the script does after these steps is not part of the trial.
         raise SystemExit(0)
 
     def adapt(self, loader: Any) -> None:

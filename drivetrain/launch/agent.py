@@ -123,6 +123,7 @@ class LocalRanks:
         A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
         """
         failed = self._failed()
+        # Nobody is left to continue the work.
         if len(failed) == len(self._processes):
             return []
         return [
@@ -144,6 +145,7 @@ class LocalRanks:
     def _was_asked_to_stop(self, local: int) -> bool:
         ending, record = self.endings.get(local), self._record(local)
         code = ending.exit_code if ending is not None else record.exit_code if record is not None else 0
+        # A rank that was preempted or interrupted ends the run. It is not lost.
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
@@ -269,6 +271,7 @@ class LocalRanks:
                 pass
 
     def _orphans(self) -> list[psutil.Process]:
+        # Each rank leads its own session, and its child processes stay in it after the rank has exited.
         sessions = {self._processes[local].pid for local in self.endings}
         found = []
         for process in psutil.process_iter():
@@ -295,6 +298,7 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
     A machine that joins the run later thus continues the counts of the others. Waits for all machines.
     """
     store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
+    # `get` waits until the other machine has written its counts.
     counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
     return max(count[0] for count in counts), max(count[1] for count in counts)
 
@@ -392,6 +396,7 @@ class Peers:
         """Return the indices of machines whose last heartbeat is more than `LOST_AFTER` seconds old."""
         now = time.monotonic()
         try:
+            # Compare counters and use only this machine's clock, because clocks differ between machines.
             for peer, (beats, _) in self._last_signs.items():
                 if self._machines == 1 or not self._store.check([key := f"{self._prefix}/alive/{peer}"]):
                     continue

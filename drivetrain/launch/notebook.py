@@ -320,6 +320,7 @@ def script_hidden() -> Iterator[None]:
     The child processes import the script with `ScriptMain.load`.
     """
     main = sys.modules["__main__"]
+    # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
@@ -544,8 +545,10 @@ class Processes:
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
     """Run a call in a child process, and send the returned value or the traceback to the parent."""
+    # A forked process inherits the handlers of its parent, which forward signals to the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
+        # Ctrl-C then reaches only the parent, which sends it on once.
         os.setpgrp()
     threading.Thread(target=_end_with_parent, name="drivetrain-parent", daemon=True).start()
     try:
@@ -582,6 +585,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # Not `sys.exit`, which would only end this thread.
         os._exit(1)
 
 

@@ -254,6 +254,7 @@ def connected(options: LaunchOptions) -> Iterator[Any]:
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a temporary cluster should not report usage
         wanted = (options.num_processes or 1) * cores_of_worker(options)
+        # Declare as many cores as the ranks reserve, or the reservation would never be fulfilled.
         settings |= {"num_cpus": max(os.cpu_count() or 1, wanted), "include_dashboard": False}
     elif address != "auto":
         _check_reachable(address)
@@ -334,6 +335,7 @@ def reserved(
     needed: dict[str, float] = {"CPU": cores_of_worker(options)}
     if on_devices:
         needed["GPU"] = 1
+    # PACK uses as few machines as possible.
     group = placement_group([needed] * count, strategy="PACK")
     workers: list[Any] = []
     try:
@@ -472,6 +474,7 @@ class RayRanks:
 
     def poll(self) -> None:
         """Receive reports from the workers, and print the output of their ranks."""
+        # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         for news in {*ready, *more}:

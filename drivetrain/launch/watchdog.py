@@ -42,6 +42,7 @@ class _Progress:
 
     def update(self, now: float) -> None:
         self.sign = read_sign(self.path, self.pid)
+        # No heartbeat yet, for example because the script still imports modules.
         if self.sign is None:
             self.since = now
             return
@@ -191,6 +192,7 @@ class Watchdog:
         for local in ranks:
             progress = self._watched[local]
             if progress.sign and _catches(progress.pid, STACK_SIGNAL) and _status(progress.pid) not in _STOPPED:
+                # Ranks append to this file, so a new stack begins at its current end.
                 starts[local] = _size(f"{progress.path}.stack")
                 try:
                     os.kill(progress.pid, STACK_SIGNAL)
@@ -201,6 +203,7 @@ class Watchdog:
         while time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL)
             before, sizes = sizes, {local: _size(f"{self._watched[local].path}.stack") for local in starts}
+            # Every rank has written something, and no file has grown since the last look.
             if sizes == before and all(size > starts[local] for local, size in sizes.items()):
                 break
         return {local: self._read_stack(local, starts.get(local)) for local in ranks}

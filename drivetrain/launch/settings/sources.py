@@ -369,6 +369,7 @@ def collect(
     if (file := find_config_file(config_file, environ)) is not None:
         for name, value in read_config(file).items():
             if name == "deepspeed_config_file" and not Path(value).expanduser().exists():
+                # The path may be relative to the configuration file.
                 beside = file.parent / value
                 value = str(beside) if beside.exists() else value
             from_file[name] = Given(value, f"file {file}")
