@@ -83,11 +83,12 @@ class FullyShardedDataParallelPlugin:
         """Return the options as a dict with the keys of an `fsdp_config` section in a configuration file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
-                logger.warning_once(f"{name} changes nothing: checkpoints are always written in shards.")
+                logger.warning_once(f"{name} has no effect, because checkpoints are always written in shards.")
         if self.param_init_fn is not None:
             raise ConfigurationError(
-                "param_init_fn is not needed: build the model under accelerator.init_context(), and its modules' "
-                "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from.",
+                "param_init_fn is not supported. Create the model inside `with accelerator.init_context():`, and its "
+                "modules are initialized by their reset_parameters(). To load weights from a file, pass "
+                "FSDP(weights=...).",
             )
         offload = self.cpu_offload
         if offload is not None and not isinstance(offload, bool | str):
@@ -184,12 +185,13 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         if (self.sp_size or 1) > 1:
             raise ConfigurationError(
-                f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}.",
+                f"sp_size={self.sp_size} requests DeepSpeed's Ulysses sequence parallelism, which is not supported. "
+                f"Use context parallelism instead: cp_size={self.sp_size}.",
             )
         if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
             raise ConfigurationError(
-                f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
-                "leave both out.",
+                f"cp_backend={self.cp_backend!r} and sp_backend={self.sp_backend!r} are not supported. Leave both "
+                "out: context parallelism always uses torch's implementation.",
             )
 
     @property
@@ -271,7 +273,7 @@ def _cp_attention(exchange: str) -> str:
     known = {"allgather": "gather", "alltoall": "ring"}
     if exchange not in known:
         raise ConfigurationError(
-            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}"
+            f"cp_comm_strategy is {exchange!r}, but must be one of {', '.join(known)}.{nearest(exchange, known)}"
         )
     return known[exchange]
 
@@ -298,13 +300,16 @@ def strategy_of_plugins(
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
-                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+                "megatron_lm_plugin cannot be combined with another plugin or with parallelism_config. Pass only one "
+                "of them."
             )
         if isinstance(megatron, Mapping):
             return cast("Strategy", strategy_class("megatron").from_config(megatron))
         return megatron.strategy()
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
-        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
+        raise ConfigurationError(
+            "deepspeed_plugin cannot be combined with fsdp_plugin or parallelism_config. Pass only one of them."
+        )
     if deepspeed is not None:
         if isinstance(deepspeed, Mapping):
             return cast("Strategy", strategy_class("deepspeed").from_config(deepspeed))
@@ -334,8 +339,9 @@ def _wrap_of(policy: Callable[..., Any]) -> Any:
     if "min_num_params" in known:
         return int(known["min_num_params"])
     raise ConfigurationError(
-        f"auto_wrap_policy={policy!r} is a function that only FSDP1 could ask. Give "
-        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module).",
+        f"auto_wrap_policy={policy!r} is a function, which FSDP 2 does not support. Use "
+        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or pass a function of a module: "
+        "Accelerator(strategy=FSDP(wrap=...)).",
     )
 
 
@@ -344,7 +350,7 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
         return {}
     if isinstance(policy, str):
         if policy not in _DTYPES:
-            raise ConfigurationError(f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.")
+            raise ConfigurationError(f"mixed_precision_policy is {policy!r}, but must be one of {', '.join(_DTYPES)}.")
         return {"gather_dtype": _DTYPES[policy], "reduce_dtype": _DTYPES[policy]}
     given = policy if isinstance(policy, Mapping) else vars(policy)
     return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}
@@ -535,8 +541,9 @@ class InitProcessGroupKwargs:
     def __post_init__(self) -> None:
         if self.init_method not in (None, "env://"):
             raise ConfigurationError(
-                f"init_method={self.init_method!r}: the processes meet where the launcher says (MASTER_ADDR and "
-                "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this.",
+                f"init_method={self.init_method!r} is not supported, because the launcher sets the address in "
+                "MASTER_ADDR and MASTER_PORT. Leave it out, or call torch.distributed.init_process_group before you "
+                "create an Accelerator.",
             )
 
 
@@ -583,7 +590,10 @@ class ProfileKwargs:
         known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
         unknown = [name for name in self.activities or [] if name not in known]
         if unknown:
-            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.")
+            raise ConfigurationError(
+                f"ProfileKwargs.activities contains unknown activities: {', '.join(map(str, unknown))}. Allowed: "
+                f"{', '.join(known)}."
+            )
         return torch.profiler.profile(
             activities=None if self.activities is None else [known[name] for name in self.activities],
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
@@ -618,7 +628,8 @@ class GradientAccumulationPlugin:
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise ConfigurationError(
-                f"gradient accumulation needs a whole number of micro-batches of at least 1, got {self.num_steps!r}.",
+                f"The number of gradient accumulation steps is {self.num_steps!r}, but must be an integer of at least "
+                "1.",
             )
 
 
@@ -645,7 +656,9 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigurationError(f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.")
+            raise ConfigurationError(
+                f"total_limit is {self.total_limit!r}, but must be at least 1, or None to keep all checkpoints."
+            )
         self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -677,14 +690,18 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
             raise ConfigurationError(
-                f"kwargs_handlers holds a {type(handler).__name__}; "
-                f"allowed: {', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
+                f"kwargs_handlers contains an object of type {type(handler).__name__}. Allowed types: "
+                f"{', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
             )
         if any(type(handler) is type(other) for other in handlers[:index]):
-            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.")
+            raise ConfigurationError(
+                f"kwargs_handlers contains two objects of type {type(handler).__name__}. Pass only one."
+            )
     recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
     if len(recipes) > 1:
-        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.")
+        raise ConfigurationError(
+            f"kwargs_handlers contains {' and '.join(recipes)}, but only one FP8 recipe can be used. Pass one of them."
+        )
     return handlers
 
 
@@ -956,14 +973,14 @@ class Plugins:
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
-            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")
+            raise ConfigurationError("Both deepspeed_plugin and deepspeed_plugins are set. Pass only one of them.")
         if several:
             deepspeed = next(iter(several.values()))
         if isinstance(parallelism, Mapping):
             parallelism = ParallelismConfig(**parallelism)
         if tensor is not None:
             if parallelism is not None:
-                raise ConfigurationError("torch_tp_plugin and parallelism_config are given both; give one.")
+                raise ConfigurationError("Both torch_tp_plugin and parallelism_config are set. Pass only one of them.")
             parallelism = ParallelismConfig(tp_size=tensor.tp_size)
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
@@ -973,6 +990,6 @@ class Plugins:
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)
             if strategy is None:
-                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.")
+                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None, but must be a DeepSpeedPlugin.")
             found[name] = strategy
         return found

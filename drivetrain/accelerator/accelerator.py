@@ -727,11 +727,14 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ConfigurationError(
-            f"safe_serialization=True writes a dict of tensors, but got a {type(tensors).__name__} of other values. "
-            "Leave it out for other objects.",
+            f"safe_serialization=True can only save a dict of tensors, but got a {type(tensors).__name__} with other "
+            "values. Use safe_serialization=False for other objects.",
         )
     if not isinstance(path, str | os.PathLike):
-        raise ConfigurationError(f"safe_serialization=True writes to a path, but got a {type(path).__name__}.")
+        raise ConfigurationError(
+            f"safe_serialization=True can only save to a path, but got a {type(path).__name__}. Pass a path, or use "
+            "safe_serialization=False for file objects."
+        )
     # safetensors rejects tensors that share memory. Of tied weights, only the first name is written.
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
@@ -977,7 +980,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
         if dynamo_backend is not None and dynamo_plugin is not None:
-            raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.")
+            raise ConfigurationError("Both dynamo_backend and dynamo_plugin are set. Pass only one of them.")
         dynamo_plugin = TorchDynamoPlugin(dynamo_backend) if dynamo_backend is not None else dynamo_plugin
         options = PreparationOptions(
             device_placement,

@@ -36,8 +36,8 @@ class Compilation:
         from_torch = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
         if self.backend not in from_torch:
             raise ConfigurationError(
-                f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. It has: "
-                f"{', '.join(sorted({*from_torch}))}.",
+                f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. Available "
+                f"backends: {', '.join(sorted({*from_torch}))}.",
             )
 
     def apply(self, model: nn.Module) -> None:
@@ -49,8 +49,8 @@ class Compilation:
         whole = _callable_parts(model.task) if isinstance(model, StepModule) else [model]
         if not whole:
             logger.warning_once(
-                "There is nothing to compile: the task has no modules with parameters. Put what it computes into a "
-                "torch.nn.Module that it holds."
+                "Nothing is compiled, because the task has no submodules with parameters. Move its computations into "
+                "a torch.nn.Module that is an attribute of the task."
             )
         for part in whole:
             for module in self._regions(part) if self.regional else [part]:

@@ -49,7 +49,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ConfigurationError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}.")
+            raise ConfigurationError(f"local_sgd_steps is {local_sgd_steps}, but must be at least 1.")
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and accelerator.strategy.state.held_as != "whole":
             raise ConfigurationError(

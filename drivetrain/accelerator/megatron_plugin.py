@@ -73,7 +73,8 @@ class MegatronLMPlugin:
         for name in given:
             if name in _OF_THE_TASK:
                 raise ConfigurationError(
-                    f"MegatronLMPlugin({name}=...) is a method of the task here: override {_OF_THE_TASK[name]}.",
+                    f"MegatronLMPlugin({name}=...) is not supported. Override the task's method instead: "
+                    f"{_OF_THE_TASK[name]}.",
                 )
         further = given.pop("other_megatron_args", {})
         return cast("Strategy", strategy_class("megatron").from_config({**given, **further}))

@@ -112,8 +112,9 @@ class AcceleratorState(PartialState):
             record = EngineRecord(named, plugins=plugins)
         elif mixed_precision is not None and mixed_precision != record.mixed_precision:
             raise ConfigurationError(
-                f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
-                f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...).",
+                f"This process already has an Accelerator with mixed_precision={record.mixed_precision!r}, so "
+                f"AcceleratorState cannot use {mixed_precision!r}. Pass it to Accelerator(mixed_precision=...) "
+                "instead.",
             )
         object.__setattr__(self, "engine_record", record)
         self.registry()[_ENGINE] = record
@@ -202,8 +203,8 @@ class AcceleratorState(PartialState):
         if not isinstance(plugins, dict) or name not in plugins:
             named = ", ".join(plugins) if isinstance(plugins, dict) else "none"
             raise ConfigurationError(
-                f"There is no DeepSpeed plugin {name!r}; named are: {named}. Give this Accelerator all of them: "
-                "Accelerator(deepspeed_plugins={name: plugin, ...}).",
+                f"There is no DeepSpeed plugin named {name!r}. Existing plugins: {named}. Pass all plugins by name: "
+                f"Accelerator(deepspeed_plugins={{name: plugin, ...}}).",
             )
         return plugins[name]
 
@@ -339,8 +340,8 @@ def make_precision(
         for handler in (scaling, casting, recipes):
             if handler is not None:
                 raise ConfigurationError(
-                    f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
-                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0).",
+                    f"{type(handler).__name__} cannot be combined with mixed_precision={spec!r}, because this object "
+                    "has its own options. Pass the options to it, for example Float16Mixed(init_scale=1024.0).",
                 )
         return spec
     precision = resolve_precision(spec)
@@ -391,13 +392,16 @@ def set_up_strategy(
     given = launched.strategy_with(*asked) if any(plugin is not None for plugin in asked) else None
     if given is not None:
         if spec not in ("auto", given.name):
-            raise ConfigurationError(f"strategy={spec!r} contradicts a plugin, which asks for {given!r}. Give one.")
+            raise ConfigurationError(
+                f"strategy={spec!r} contradicts a plugin, which selects {given!r}. Pass only one of them."
+            )
         chosen = given
     elif spec == "auto" and (of_launcher := launched.strategy()) is not None:
         chosen = of_launcher
         if options is not None:
             logger.warning_once(
-                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {of_launcher.name!r}."
+                "DistributedDataParallelKwargs has no effect, because the launcher selects the strategy "
+                f"{of_launcher.name!r}."
             )
             options = None
     if options is None:
@@ -407,7 +411,8 @@ def set_up_strategy(
         if kind.strategies and not names & {*kind.strategies}:
             raise ConfigurationError(
                 f"strategy={strategy.name!r} cannot run on {kind.name!r} devices. Use "
-                f"{' or '.join(map(repr, kind.strategies))}, or another device: cpu=True, Trainer(accelerator='cpu').",
+                f"strategy={' or '.join(map(repr, kind.strategies))}, or another device, such as "
+                "Accelerator(cpu=True) or Trainer(accelerator='cpu').",
             )
     else:
         given_as, named = "DistributedDataParallelKwargs", options.strategy_options()
@@ -468,7 +473,8 @@ def make_project(
         configuration.logging_dir = configuration.logging_dir or given
     elif given is not None and given != configuration.project_dir:
         raise ConfigurationError(
-            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one.",
+            f"project_dir={given!r} contradicts project_config, whose project_dir is {configuration.project_dir!r}. "
+            "Pass only one of them.",
         )
     return configuration
 
@@ -479,7 +485,8 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
         raise ConfigurationError(
-            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there.",
+            "split_batches=True contradicts dataloader_config.split_batches, which is False. Set it in "
+            "dataloader_config only.",
         )
     return replace(given)  # the instance's own, which `even_batches` may change
 
@@ -499,8 +506,8 @@ def make_accumulation(
     """
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
-            f"{plugin.num_steps}. Give one of the two.",
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, whose num_steps is "
+            f"{plugin.num_steps}. Pass only one of them.",
         )
     if plugin is not None:
         return plugin
@@ -579,7 +586,8 @@ class Preparation:
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
-                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each.",
+                f"device_placement has {len(device_placement)} entries for {len(objects)} objects. Pass one entry for "
+                "each object.",
             )
         placement = list(device_placement or [None] * len(objects))
         prepared: list[Any] = list(objects)
@@ -767,14 +775,15 @@ class Preparation:
         joining = joined(self._strategy, models)
         if joining is None and self._state.use_distributed:
             warnings.warn(
-                f"join_uneven_inputs has no effect with {self._strategy!r}, whose processes must have as many batches.",
+                f"join_uneven_inputs has no effect with {self._strategy!r}: all processes must have the same number "
+                "of batches.",
                 stacklevel=4,
             )
         changed = [loader for loader in self._prepared.loaders if even_batches is not None]
         if any(loader.ends_as_its_stream for loader in changed):
             warnings.warn(
-                f"even_batches={even_batches} is only supported for map-style datasets: loaders over iterable datasets "
-                "end where their streams do.",
+                f"even_batches={even_batches} has no effect on loaders of iterable datasets, which end when their "
+                "data ends. It is only supported for map-style datasets.",
                 stacklevel=4,
             )
         before = [loader.tail for loader in changed]

@@ -80,7 +80,8 @@ class SavedEngine:
         self.kept: list[str] = list(shared["kept"])
         if "models" not in self.engine:
             raise CheckpointError(
-                f"{self.directory} is not the state of a run: neither Accelerator.save_state nor a Trainer wrote it."
+                f"{self.directory} is not a training checkpoint of drivetrain: it has no models. Pass a checkpoint "
+                "that Accelerator.save_state or a Trainer wrote."
             )
         process = None if own is None else process_in_schema(own)
         self.own: dict[str, Any] | None = None if process is None else process["driver"]
@@ -109,8 +110,8 @@ class SavedEngine:
         """Raise an error if the checkpoint holds only weights, so that training cannot resume from it."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
-                f"{self.directory} holds weights only, so training cannot continue from it. Load them with "
-                "Task.load_from_checkpoint, or export them with drivetrain merge-weights, and start again."
+                f"{self.directory} contains weights only, so training cannot resume from it. Load the weights with "
+                "Task.load_from_checkpoint, or export them with drivetrain merge-weights, and start a new run."
             )
 
     def check(
@@ -137,9 +138,9 @@ class SavedEngine:
             if leaves_rest and len(self.engine[kind]) > len(objects):
                 self._leave(kind, what, len(objects))
             if len(self.engine[kind]) != len(objects):
-                were = f" It holds: {_listed(saved_classes[kind])}." if saved_classes.get(kind) else ""
+                were = f" The checkpoint has: {_listed(saved_classes[kind])}." if saved_classes.get(kind) else ""
                 raise CheckpointError(
-                    f"The checkpoint at {self.directory} holds {len(self.engine[kind])} {what}, but here are "
+                    f"The checkpoint at {self.directory} contains {len(self.engine[kind])} {what}, but this run has "
                     f"{len(objects)}.{were} {advice}"
                 )
         for kind in ("optimizers", "schedulers"):
@@ -147,9 +148,9 @@ class SavedEngine:
                 # A class that the file or this run does not know is not compared.
                 if was is not None and now is not None and was != now:
                     raise CheckpointError(
-                        f"The checkpoint at {self.directory} holds the state of {_article(was)}, but {kind[:-1]} "
-                        f"{number} here is {_article(now)}. Make {_article(was)}, as the run that wrote it did, or "
-                        "load the weights alone and start again."
+                        f"The checkpoint at {self.directory} contains the state of {_article(was)}, but {kind[:-1]} "
+                        f"{number} of this run is {_article(now)}. Use {_article(was)} as the checkpoint's run did, "
+                        "or load only the weights and start a new run."
                     )
 
     def _read_whole(self) -> None:
@@ -162,7 +163,8 @@ class SavedEngine:
             self._read_whole()
         saved = self.engine[kind]
         logger.warning(
-            "Of %d %s in the checkpoint at %s the first %d are loaded, since so many are here. Left: %s.",
+            "Of %d %s in the checkpoint at %s, only the first %d are loaded, because this run has no more. Not "
+            "loaded: %s.",
             len(saved),
             what,
             self.directory,
@@ -183,8 +185,9 @@ class SavedEngine:
             is_pair = isinstance(found, tuple)  # as torch's; a model's own `load_state_dict` may return anything
             if not strict and is_pair and (found.missing_keys or found.unexpected_keys):
                 logger.warning(
-                    f"{self.directory} has other weights than the model. Not in it, and as they were: "
-                    f"{_listed(found.missing_keys) or 'none'}. Only in it: {_listed(found.unexpected_keys) or 'none'}."
+                    f"The weights in {self.directory} do not match the model. Not in the checkpoint, so not loaded: "
+                    f"{_listed(found.missing_keys) or 'none'}. Only in the checkpoint: "
+                    f"{_listed(found.unexpected_keys) or 'none'}."
                 )
 
     def restore_optimizers(self) -> None:
@@ -287,8 +290,8 @@ class NumberedCheckpoints:
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
-                f"{self._path(number)} exists already, of an earlier run. Continue that run with load_state(), set "
-                "ProjectConfiguration(iteration=...) to the number to go on with, or choose another project_dir.",
+                f"{self._path(number)} already exists from an earlier run. Resume that run with load_state(), start "
+                "at a free number with ProjectConfiguration(iteration=...), or choose another project_dir.",
             )
         return self._path(number)
 
@@ -296,7 +299,9 @@ class NumberedCheckpoints:
         """Return the directory of the checkpoint with the highest number."""
         numbers = self._from_main_process()
         if not numbers:
-            raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
+            raise CheckpointError(
+                f"There is no checkpoint in {self._folder()} yet. Pass the path of a checkpoint: load_state('path')."
+            )
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
@@ -332,7 +337,8 @@ class NumberedCheckpoints:
         if not self.enabled:
             raise ConfigurationError(
                 "save_state() and load_state() without a directory need ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest').",
+                "automatic_checkpoint_naming=True). Otherwise pass a directory, such as "
+                "save_state('checkpoints/latest').",
             )
         return Path(str(self.configuration.project_dir)) / "checkpoints"
 
@@ -412,8 +418,8 @@ class RunState:
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ConfigurationError(
-                    f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
-                    "load_state_dict(state).",
+                    f"{type(item).__name__} cannot be registered for checkpointing, because it has no state_dict() "
+                    "and load_state_dict(state). Add both methods to the class.",
                 )
             with suppress(Exception):  # one may have no state yet
                 states.append((f"{type(item).__name__}.state_dict()", item.state_dict()))
@@ -521,15 +527,15 @@ class RunState:
         """Raise an error during an optimizer step, and warn if a checkpoint would lose accumulated gradients."""
         if self._step.is_torn:
             raise CheckpointError(
-                "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
-                "weights are neither those before the step nor those after it. Save after optimizer.step()."
+                "A checkpoint cannot be saved while an optimizer is in its step, for example in the closure of "
+                "L-BFGS, because only some weights are updated. Save after optimizer.step()."
             )
         keeps_moment = self.moment is not Moment  # a driver, that of its last finished step
         if not keeps_moment and self._step.holds_gradients:
             logger.warning_once(
-                "save_state was called within a step: gradients are held that no optimizer has stepped with, and no "
-                "checkpoint holds them. A resumed run begins with the next batch, without them. Save after the step of "
-                "the last optimizer, where accelerator.sync_gradients is True."
+                "save_state was called before the optimizer step. The accumulated gradients are not part of the "
+                "checkpoint, so a resumed run loses them and continues with the next batch. Call save_state after "
+                "the step of the last optimizer, when accelerator.sync_gradients is True."
             )
 
     def export(

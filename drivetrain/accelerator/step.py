@@ -134,10 +134,11 @@ class WeightedMean:
         if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
             given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
             raise ConfigurationError(
-                f"The weight of a loss is one number, such as the number of tokens it is the sum of; got {given}.",
+                "The weight of a loss must be a single number, such as the number of tokens in the batch, but got "
+                f"{given}.",
             )
         if isinstance(weight, Tensor) and weight.requires_grad:
-            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.")
+            raise ConfigurationError("The weight of a loss must not require gradients. Pass weight.detach().")
         return torch.as_tensor(weight).to(device=device, dtype=_wide(device)).reshape(())
 
 
@@ -311,8 +312,8 @@ class OptimizerStep:
             self.weights.discard()  # of a loop that was left before its step
         if weight is None:
             raise ConfigurationError(
-                "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
-                "one for every micro-batch.",
+                "Some losses of this optimizer step have a weight and others do not. Pass accelerator.backward(loss, "
+                "weight=...) for every micro-batch, or for none.",
             )
         if self.weights.in_use is None:
             self.weights.decide(weight)
@@ -455,8 +456,8 @@ class OptimizerStep:
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
-                "None of the prepared optimizers steps within its backward (fused_backward), as those of lomo-optim "
-                "do.",
+                "No prepared optimizer has a fused backward, which optimizers such as those of lomo-optim have. "
+                "Prepare one of them, or call accelerator.backward(loss) and optimizer.step().",
             )
         for optimizer in fused:
             optimizer.fused_backward(loss / self.window.size, learning_rate)

@@ -98,7 +98,9 @@ def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWi
     )
     for item in items:
         if isinstance(item, type) and issubclass(item, Tracker):
-            raise ConfigurationError(f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().")
+            raise ConfigurationError(
+                f"log_with contains the class {item.__name__}. Pass an instance instead: {item.__name__}()."
+            )
     # Making them raises if a package is not installed. A class of the user's own is made by `init` alone.
     resolve_trackers([item for item in items if not _is_of_the_user(getattr(item, "value", item))])
     return items
