@@ -185,7 +185,7 @@ class ProcessControl:
 
     @property
     def multi_device(self) -> bool:
-        """True if there is more than one process, each with its own device."""
+        """True if the run has several processes, each of which has its own device."""
         return self.state.use_distributed
 
     @property
@@ -233,7 +233,7 @@ class ProcessControl:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that yields this process's part of `inputs`.
+        """Return a context manager that yields this process's part of a list, tuple, dict or tensor.
 
         Args:
             inputs: A list, tuple, dict or tensor to split.
@@ -773,7 +773,7 @@ class ModelHandling:
         return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collect a model's full state dict on the CPU. Call it on all processes.
+        """Return a model's full state dict with tensors on the CPU. All processes must call this method.
 
         Args:
             model: A prepared model.
@@ -798,7 +798,7 @@ class ModelHandling:
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release all prepared objects and free cached device memory.
+        """Drop the references to all prepared objects, and free cached device memory.
 
         Args:
             *objects: Objects whose references the caller wants to clear.
@@ -809,7 +809,7 @@ class ModelHandling:
         return self.preparation.release(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Release all prepared objects and free cached device memory. An alias of `free_memory`."""
+        """Drop the references to all prepared objects, and free cached device memory, like `free_memory`."""
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
@@ -870,7 +870,7 @@ _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
 class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
-    """Engine that runs a plain PyTorch training loop on any number of devices, after changing about four lines.
+    """Engine for running your own PyTorch training loop on any number of devices, with about four changed lines.
 
     Arguments win over environment variables of the launcher. Several instances are independent of each other.
 
@@ -1101,7 +1101,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     # step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager for one micro-batch of gradient accumulation.
+        """Return a context manager around one micro-batch, so that optimizers step only every few micro-batches.
 
         Inside it, gradients are reduced and optimizers step only at the end of an accumulation window.
 

@@ -453,7 +453,7 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return a model's state in the layout of a checkpoint, for a model that is only evaluated."""
+        """Return the checkpoint content for a single model that is evaluated but not trained."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 

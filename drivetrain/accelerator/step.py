@@ -250,7 +250,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager that restores the current hooks at its end and discards pending gradients.
+        """Return a context manager that restores the current hooks at its end and drops unused gradients.
 
         Used for trial steps, which register hooks of their own.
         """

@@ -156,7 +156,7 @@ _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script as several processes and wait for them.
+    """Run a script in several processes, wait until they end, and return the exit code.
 
     The first rank that fails stops the others. Its traceback is written to stderr, once.
 
@@ -208,7 +208,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Connect to the other machines, start and watch the ranks, and return the exit code."""
+    """Connect to the other machines, start the processes of the script, and return the exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -498,7 +498,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Return a text about what a launch would start: processes, devices, settings and variables."""
+    """Return a description of what a launch would start: processes, devices, settings and variables."""
     plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines

@@ -355,7 +355,7 @@ class Call:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Call the preparation function, if there is one. This happens before the process gets its rank."""
+        """Run the setup function of the call, if there is one, before this process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -612,7 +612,7 @@ def notebook_launcher(
     start_method: str = "fork",
     cpu: bool = False,
 ) -> Any:
-    """Run a function in several processes and wait for them.
+    """Run a function in several processes, for example to train on all GPUs from a notebook.
 
     Args:
         function: Function to run in each process. It must create its own Trainer or Accelerator.

@@ -88,7 +88,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return the complete lines since the last call.
+        """Return the complete lines of output that have arrived since the last call.
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 

@@ -47,7 +47,7 @@ COMPARE_CALLS = (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of one rank.
+    """Failure of one rank: its exit code, its time, and its traceback if there is one.
 
     Attributes:
         rank: Global rank.
