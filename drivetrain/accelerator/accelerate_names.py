@@ -970,6 +970,7 @@ class Plugins:
 
         `deepspeed` may be a dict of several plugins by name. The first one is then active.
         """
+        # A dict of plugins by name, not the keys of a single configuration.
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:

@@ -992,6 +992,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
+        # The strategy comes first, because its configuration may set the precision.
         self.strategy = set_up_strategy(strategy, plugins, launched, process, handlers)
         self.precision = make_precision(mixed_precision, handlers, launched, self.strategy)
         self.precision.setup(process.kind)
@@ -1003,6 +1004,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.accumulation = AccumulationWindow(accumulation, self.active_loaders, self.prepared, self.strategy)
         self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
         self.optimizer_step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
+        # The loss scale must not change between micro-batches whose gradients add up.
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         engine = (self.state, self.strategy, self.precision)
         self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)

@@ -70,6 +70,7 @@ class LocalSGD:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # After an error, other processes may never reach this average.
         if self.enabled and kind is None:
             self._average()
         self._unsynchronised.__exit__(kind, error, traceback)

@@ -32,6 +32,7 @@ def gather_real_rows(
         topology: The arrangement of processes.
         as_objects: True to gather Python objects, one per sample.
     """
+    # A loader that skips batches is a view of the loader that knows the current batch.
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):

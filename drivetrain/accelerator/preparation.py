@@ -407,6 +407,7 @@ def set_up_strategy(
     if options is None:
         strategy = resolve_strategy(chosen, process.environment, process.kind)
         kind = process.kind
+        # A subclass of a supported strategy is supported too.
         names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
         if kind.strategies and not names & {*kind.strategies}:
             raise ConfigurationError(
@@ -633,6 +634,7 @@ class Preparation:
         if not isinstance(model, StepModule):  # whose steps open the precision themselves
             wrap_forward(model, self._precision)
         move = self._moves(device_placement)
+        # Not added to the prepared objects, so that checkpoints do not include the model.
         if evaluation_mode:
             return self._strategy.prepare(model, None, self._precision, move)[0], optimizers
         bare = [unwrap_optimizer(optimizer) for optimizer in optimizers]

@@ -538,6 +538,7 @@ class PreparedScheduler:
         self.optimizers = optimizers
         self._window = window
         self._with_optimizer = with_optimizer
+        # A measured metric counts once, not once per process.
         watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._steps_per_call = 1 if watches else steps_per_call
 

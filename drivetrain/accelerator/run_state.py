@@ -199,6 +199,7 @@ class SavedEngine:
             saved = zip(self.engine["optimizers"], parameters, strict=True)
             self._read_into("optimizers", [empty_optimizer_state(state, own) for state, own in saved])
         for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
+            # The file numbers the parameters instead of naming them.
             if checkpoint.holds_positions(state):
                 groups = run.strategy.state.optimizer(owner, optimizer.optimizer)["param_groups"]
                 state = checkpoint.named_by_position(state, [group["params"] for group in groups])

@@ -277,7 +277,7 @@ class OptimizerStep:
         elif size > 1:
             loss = loss / size
         if self._scale is not None:
-            loss = self._scale(loss)  # which may change while nothing is held
+            loss = self._scale(loss)  # before `mark_backward`, after which the scale no longer changes
         if size > 1 or weight is not None:
             self.window.mark_backward()
         if timing.on:

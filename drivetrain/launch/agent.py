@@ -113,7 +113,7 @@ class LocalRanks:
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Return True if a rank has failed or is about to exit, and the run cannot continue without it."""
+        """Return True if a rank has failed or is about to fail, and the run cannot continue without it."""
         failed = self._failed()
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
@@ -704,7 +704,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait for all ranks to save after a preemption, then return whether to restart or to give up."""
+        """Wait for all ranks to save after a preemption. The result lets torch restart the ranks or give up."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:

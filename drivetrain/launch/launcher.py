@@ -140,6 +140,7 @@ def _available_cores() -> int:
         cores = min(cores, len(os.sched_getaffinity(0)))
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            # A container limits its CPU time by this quota, which the affinity mask does not show.
             quota, period = file.read().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
@@ -201,6 +202,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         log_dir = options.log_dir or stack.enter_context(temporary())
         watchdog = None
         if options.hang_limit != 0:
+            # Ranks write their heartbeats often, so keep these files in memory.
             memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             heartbeats = stack.enter_context(temporary(dir=memory))
             watchdog = Watchdog(heartbeats, options.hang_limit, debug=options.compares_calls)

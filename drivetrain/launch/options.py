@@ -367,6 +367,7 @@ class LaunchOptions:
             elif name in known:
                 merged[name] = each.value
         machines = merged.get("num_machines")
+        # The setting is text because it may be "MIN:MAX".
         if isinstance(machines, str) and machines.isdigit():
             merged["num_machines"] = int(machines)
         return cls(**merged)
@@ -505,6 +506,7 @@ class LaunchOptions:
                 f'num_machines is {self.num_machines!r}, but must be a number or "MIN:MAX", such as "1:2".',
             )
         least, most = int(numbers[0]), int(numbers[-1])
+        # The dataclass is frozen.
         object.__setattr__(self, "min_machines", least)
         object.__setattr__(self, "max_machines", most)
         if least < 1:
@@ -534,6 +536,7 @@ class LaunchOptions:
                 f"num_processes is {self.num_processes} over all machines, which is not divisible by {most} "
                 f"machines. Give a multiple of {most}.",
             )
+        # 0 takes a free port, which other machines could not know.
         lowest = 0 if most == 1 else 1
         port = self.main_process_port
         if port is not None and not lowest <= port <= 65535:

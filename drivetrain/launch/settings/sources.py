@@ -191,6 +191,7 @@ class _Reader:
         if self._half:
             found.setdefault("mixed_precision", "fp16")
         check_grid(found, f"parallelism_config_sp_size in {self._where}")
+        # Files have no switch for the device mesh. Any of its keys switches it on.
         if any(SETTINGS[name].group == "parallelism_config" for name in found):
             found["use_parallelism_config"] = True
         if kind in _SWITCH_OF:
@@ -206,6 +207,7 @@ class _Reader:
                 f"{self._where} has distributed_type: {kind}, but also use_cpu: true. Leave use_cpu out, or give "
                 "distributed_type: MULTI_CPU.",
             )
+        # The ids have no effect on the CPU, and the check of the options would reject them.
         if found.get("cpu"):
             found.pop("gpu_ids", None)
 
@@ -288,6 +290,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
     text = yaml.safe_dump(config_of(values), sort_keys=False, allow_unicode=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Write a temporary file and rename it, so that an error leaves the old file intact.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
