@@ -420,7 +420,7 @@ class EngineStatus:
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device that the run uses, such as CUDA or the CPU, with its functions."""
+        """The kind of device that the run uses, such as CUDA or the CPU."""
         return self.state.kind
 
     @property
@@ -594,7 +594,7 @@ class EngineStatus:
 
     @property
     def logging_dir(self) -> str | None:
-        """The directory for trackers' files, or None."""
+        """The directory for the files of experiment trackers, or None."""
         return self.project_configuration.logging_dir
 
 
