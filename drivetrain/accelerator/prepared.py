@@ -206,7 +206,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The number of samples in the last global batch, without padding. -1 if unknown."""
+        """The number of samples in an epoch's last global batch, without padding. -1 before it, or if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 

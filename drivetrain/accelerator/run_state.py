@@ -226,8 +226,8 @@ class SavedEngine:
     def restore_loaders(self) -> None:
         """Restore the epoch of each prepared data loader, so that the interrupted epoch comes next.
 
-        A loader prepared with `use_stateful_dataloader` continues at the next sample. After the last batch of an epoch,
-        it continues with the next epoch. Loaders without saved state are not changed.
+        A loader prepared with `use_stateful_dataloader` continues at the next sample. A loader after the last batch of
+        an epoch continues with the next epoch. Loaders without saved state are not changed.
         """
         for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
