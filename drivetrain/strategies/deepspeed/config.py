@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: filling of `"auto"` values, and checks for conflicts with the run."""
+"""DeepSpeed's configuration: `"auto"` values are filled in, and conflicts with the settings of the run are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DeepSpeed` for a `deepspeed_config`."""
+    """Convert the `deepspeed_config` section of a launcher's file to keyword arguments of `DeepSpeed`.
+
+    Raises `ConfigurationError` if a key is unknown. Options of DeepSpeed's own launcher are ignored with a warning.
+    """
     for key in given:
         if key not in KEYS:
             raise ConfigurationError(
@@ -114,7 +117,10 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed(kind: str) -> Any:
-    """Import the deepspeed package for a kind of device, which it selects at its first import."""
+    """Import and return the deepspeed package, set up for the given kind of device, such as `"cuda"`.
+
+    Raises `ConfigurationError` if the package is not installed, or was imported earlier for another kind.
+    """
     require_deepspeed()
     if "deepspeed" not in sys.modules:
         asked = os.environ.get("DS_ACCELERATOR")
@@ -157,7 +163,7 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise an error, since DeepSpeed's engine steps the real optimizer."""
+        """Raise `ConfigurationError`, because only the optimizer that `prepare` returns for a placeholder can step."""
         raise ConfigurationError(
             "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
             "under strategy='deepspeed', and step what prepare returned.",
@@ -191,31 +197,31 @@ class DummyScheduler:
         _STANDING_IN[optimizer] = self
 
     def attach(self, scheduler: Any) -> None:
-        """Connect the placeholder to the engine's scheduler, whose state and learning rates it then returns."""
+        """Connect the placeholder to the engine's scheduler, whose learning rates and state it then reports."""
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, since the engine steps its scheduler with each optimizer step."""
+        """Do nothing, because the DeepSpeed engine steps the real scheduler with each optimizer step."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the last step."""
+        """Return the current learning rate of each parameter group, as a list of floats."""
         if self.scheduler is None:
             return [group["lr"] for group in self.optimizer.param_groups]
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the engine's scheduler."""
+        """Return the state dict of the engine's scheduler, or an empty dict before `prepare`."""
         return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of the engine's scheduler."""
+        """Load the state dict of the engine's scheduler. Does nothing before `prepare` or if the dict is empty."""
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state)
 
 
 def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
-    """Return the `DummyScheduler` that was created for an optimizer, or None."""
+    """Return the `DummyScheduler` that was created for an optimizer, or None if there is none."""
     return _STANDING_IN.get(optimizer)
 
 
@@ -262,7 +268,7 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
 
 
 def _normalised(config: Config) -> Config:
-    """Convert older spellings of the precision sections to the current ones."""
+    """Convert older spellings in a DeepSpeed configuration: `bfloat16` becomes `bf16`, and text becomes booleans."""
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in _PRECISIONS:
@@ -274,7 +280,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Known settings of the run, which replace `"auto"` values and must not conflict with the configuration.
+    """Settings of the run that fill in `"auto"` values of a DeepSpeed configuration and must not contradict others.
 
     Attributes:
         world_size: Number of processes.
@@ -294,7 +300,10 @@ class Known:
 
 
 def complete(config: Config, known: Known) -> Config:
-    """Fill in missing and `"auto"` values of a configuration, and raise if a value conflicts with the run."""
+    """Return a copy of a DeepSpeed configuration with missing and `"auto"` values filled in from the run.
+
+    Raises `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
+    """
     done = copy.deepcopy(config)
     _fill_given(done, known)
     _fill_batch(done, known)
@@ -313,19 +322,19 @@ def complete(config: Config, known: Known) -> Config:
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage in a configuration."""
+    """Return the ZeRO stage of a DeepSpeed configuration, or None if the stage is missing or `"auto"`."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else int(found)
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the precision that a configuration enables, or None unless there is exactly one."""
+    """Return the name of the precision that a DeepSpeed configuration enables, or None if it is not exactly one."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:
-    """Return the gradient norm to which a configuration clips, or None."""
+    """Return the maximum gradient norm in a DeepSpeed configuration, or None if it does not clip gradients."""
     found = config.get("gradient_clipping")
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
@@ -346,7 +355,10 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in batch sizes, which the data loaders set and DeepSpeed uses only for counting samples."""
+    """Fill in the batch sizes of a DeepSpeed configuration, by which DeepSpeed counts samples.
+
+    The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
+    """
     micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
     steps = config["gradient_accumulation_steps"]
     share = steps * known.world_size
@@ -437,7 +449,7 @@ def _fill_zero(zero: Config, known: Known) -> None:
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """Return the hidden size in a Hugging Face model's configuration, or None."""
+    """Return the hidden size in the configuration of a Hugging Face model, or None for other models."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])
@@ -519,7 +531,10 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Merge the arguments of `DeepSpeed` into the user's configuration."""
+    """Merge the arguments of `DeepSpeed` into the user's configuration. Returns the merged dict and the ZeRO stage.
+
+    Raises `ConfigurationError` if an argument and the configuration set different values, or an option is invalid.
+    """
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
     _add(zero, "zero_optimization.stage", "stage", stage)
@@ -564,7 +579,7 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set a configuration value, or raise if the configuration has another value."""
+    """Set an option in a section of a DeepSpeed configuration, or raise if the section already sets another value."""
     if value is None:
         return
     key = path.rpartition(".")[2]
@@ -605,7 +620,15 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """A DeepSpeed configuration with the options that belong to it."""
+    """DeepSpeed configuration, together with the options of the strategy that are not part of it.
+
+    Attributes:
+        config: The configuration, in which `"auto"` values are not yet filled in.
+        stage: The ZeRO stage.
+        zero_init: True to shard parameters while a model is constructed.
+        moe_layers: Module classes, or their names, whose parameters ZeRO-3 gathers together.
+        shards_frozen: True to shard models without an optimizer too.
+    """
 
     config: Config
     stage: int
@@ -615,10 +638,10 @@ class Settings:
 
     @property
     def clipping(self) -> float | None:
-        """Gradient norm to which the configuration clips, or None."""
+        """Maximum gradient norm in the configuration, or None if it does not clip gradients."""
         return clipping_of(self.config)
 
     @property
     def without_training(self) -> Config:
-        """Return the configuration for a model that is only evaluated."""
+        """Copy of the configuration without an optimizer and a scheduler, for models that are only evaluated."""
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

@@ -30,7 +30,9 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of the parameters that received a gradient since the engine's last step.
+    """Record of which parameters received a gradient since the last step of a DeepSpeed engine.
+
+    A step must leave the other parameters unchanged, as in plain PyTorch.
 
     Attributes:
         left_out: Number of steps without a gradient by parameter name.
@@ -50,7 +52,6 @@ class Participation:
         self._watch()
 
     def _watch(self) -> None:
-        """Add a gradient hook to each trainable parameter that has none."""
         for number, parameter in self._unwatched:
             if parameter.requires_grad:
                 watched: Any = parameter  # the method has no types
@@ -58,7 +59,7 @@ class Participation:
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise if a trainable parameter of the optimizer is not in the engine."""
+        """Raise `ConfigurationError` if a parameter was frozen when its engine was built and is now trainable."""
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
@@ -70,7 +71,7 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters without a gradient on any process, at the end of a step. A collective call."""
+        """End the record of a step, and return the parameters without a gradient on any process. A collective call."""
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
         used = [name for name, flag in zip(self._trained, seen, strict=True) if flag]
@@ -85,7 +86,10 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Report parameters that were stepped less often than others in their group."""
+        """Warn if parameters missed earlier steps, because the step count that DeepSpeed shares is too high for them.
+
+        Raises `ConfigurationError` if they were frozen during those steps.
+        """
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
             del self.left_out[name]
@@ -106,24 +110,24 @@ class Participation:
 
     @property
     def never_stepped(self) -> set[str]:
-        """Return the names of parameters that no step has changed."""
+        """Names of the parameters that had no gradient in any step so far."""
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Mark parameters without optimizer state in a checkpoint as never stepped."""
+        """Mark the named parameters, which have no optimizer state in a checkpoint, as never stepped."""
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
         self._seen.zero_()
 
     def destroy(self) -> None:
-        """Remove the gradient hooks."""
+        """Remove the gradient hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the names of the parameters that belong to the model."""
+    """Return the names of those of the parameters that belong to the model."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 
@@ -136,13 +140,13 @@ def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Return up to `most` names as text, followed by the number of further names."""
+    """Return up to `most` names as text for an error message, followed by the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 class TrainedModel:
-    """A DeepSpeed engine with its gradient state.
+    """DeepSpeed engine of one prepared model, together with the state of its accumulated gradients.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.
@@ -178,7 +182,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return the model's parameters for a list of parameters or of the flat tensors that contain them."""
+        """Return the model's trained parameters that are given themselves, or as part of a flat ZeRO tensor."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -189,18 +193,18 @@ class TrainedModel:
         return [parameter for number, parameter in found.items() if number in trained]
 
     def all_trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer steps."""
+        """Return all parameters that the engine's optimizer steps."""
         return [parameter for held in self._held.values() for parameter in held]
 
     def discard_gradients(self) -> None:
-        """Drop the accumulated gradients."""
+        """Drop the engine's accumulated gradients without an optimizer step."""
         if self.holds_gradients:
             self.layout.discard()
             self.participation.discard()
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Record that no gradients are accumulated."""
+        """Reset the flags of accumulated gradients, after the gradients were used in a step or dropped."""
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
@@ -208,7 +212,7 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine without changing parameters that have no gradient. A collective call."""
+        """Step the engine's optimizer, leaving parameters without a gradient unchanged. A collective call."""
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -217,14 +221,14 @@ class TrainedModel:
         self.forget_gradients()
 
     def destroy(self) -> None:
-        """Remove the gradient hooks and destroy the engine."""
+        """Remove the model's gradient hooks and destroy its DeepSpeed engine."""
         self.participation.destroy()
         # After the hooks are removed, a later engine of the model does not report gradients to this one.
         self.engine.destroy()
 
 
 class Engines:
-    """Registry of the engines of all prepared models."""
+    """Registry of the DeepSpeed engines of all models that a strategy has prepared."""
 
     def __init__(self) -> None:
         self._trained: list[TrainedModel] = []
@@ -237,7 +241,7 @@ class Engines:
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Destroy a model's earlier engine, whose hooks would otherwise receive the new engine's gradients."""
+        """Destroy a model's engine from an earlier `prepare`, whose hooks would act on the new engine's gradients."""
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
@@ -248,14 +252,14 @@ class Engines:
         self._trained.clear()
 
     def find(self, model: nn.Module) -> TrainedModel | None:
-        """Return the engine of a prepared or original model, or None."""
+        """Return the `TrainedModel` of a prepared or original module, or None if the module has no DeepSpeed engine."""
         for trained in self._trained:
             if model is trained.engine or model is trained.bare or model is trained.engine.module:
                 return trained
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """Return the engine of a model, or raise if there is none."""
+        """Return the `TrainedModel` of a module. Raises `ConfigurationError` if the module has no DeepSpeed engine."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
@@ -264,7 +268,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the engine that steps an optimizer."""
+        """Return the `TrainedModel` whose engine steps an optimizer. Raises `ConfigurationError` if there is none."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -274,13 +278,16 @@ class Engines:
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
-        """Record a forward pass that a backward pass may follow."""
+        """Record the order of a model's forward pass, so that the next backward pass finds the engines it concerns."""
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models with a forward pass since the last backward, in order, or else the most recent model."""
+        """Return the models that ran a forward pass since the last backward pass, in the order of these passes.
+
+        If there are none, return only the model that was prepared last. The record of forward passes is cleared.
+        """
         trainable = [trained for trained in self._trained if trained.groups]
         ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
         for trained in ran:
@@ -289,7 +296,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """Optimizer for training loops that steps a DeepSpeed engine.
+    """Optimizer that training loops use in place of the user's, and whose step is a step of a DeepSpeed engine.
 
     Parameter groups, options and state are those of the optimizer inside the engine.
     """
@@ -300,13 +307,13 @@ class EngineOptimizer(OptimizerProxy):
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """The innermost optimizer: the user's, or the one that the configuration defines."""
+        """Optimizer inside the engine: the user's, or the one that the DeepSpeed configuration defines."""
         trained: TrainedModel = self.trained
         return trained.layout.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the inner optimizer, with the model's parameters instead of flat tensors."""
+        """Parameter groups of the engine's optimizer, which list the model's parameters instead of flat tensors."""
         names = self.trained.groups
         parameters = self.trained.parameters
         return _Settled(
@@ -330,14 +337,14 @@ class EngineOptimizer(OptimizerProxy):
             setattr(self.optimizer, name, value)  # such as what schedulers note about steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop accumulated gradients. After a step, the engine has already done so."""
+        """Drop the engine's accumulated gradients. `set_to_none` has no effect."""
         self.trained.discard_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         self.trained.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error, since an engine's parameters are fixed at construction."""
+        """Raise `ConfigurationError`, because DeepSpeed cannot train parameters that are added after `prepare`."""
         given = param_group["params"]
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
@@ -356,7 +363,7 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
 
 
 class _Settled(list[Any]):
-    """Read-only list of parameter groups or parameters, because changing it would not change the engine."""
+    """List of parameter groups or parameters that refuses changes, because a DeepSpeed engine would ignore them."""
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -366,7 +373,7 @@ class _Settled(list[Any]):
 
 
 class _Group(dict[str, Any]):
-    """Parameter group whose options are read from and written to the inner optimizer's group."""
+    """Parameter group that passes changed options, such as `lr`, on to the optimizer inside a DeepSpeed engine."""
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__(inner, params=parameters)
@@ -392,7 +399,7 @@ class _Group(dict[str, Any]):
 
 
 def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """Return the gradient norm of some parameters over all processes, as a scalar tensor. A collective call."""
+    """Return the norm of the parameters' gradients over all processes, as a scalar tensor. A collective call."""
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
@@ -407,13 +414,13 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
 
 
 def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of the given norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scale the parameters' gradients, whose total norm is `norm`, down to a norm of at most `max_norm`."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(trained, parameters, coefficient)
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply an engine's gradients by a factor."""
+    """Multiply the gradients that an engine holds for the given parameters by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 
@@ -439,7 +446,7 @@ def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: C
 
 
 class EngineGradients(Gradients):
-    """Gradients that DeepSpeed engines reduce and store."""
+    """Reduction, scaling and clipping of gradients that DeepSpeed engines store."""
 
     def __init__(self, engines: Engines, topology: Topology) -> None:
         self._engines, self._topology = engines, topology
@@ -498,14 +505,17 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Apply the pending scale to an engine's gradients if their accumulation window is finished."""
+    """Multiply an engine's gradients by `pending_scale` if their accumulation window is finished."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which backward adds to finished gradients, which DeepSpeed would overwrite."""
+    """Return a context in which a second backward pass before the step adds to the gradients of the first.
+
+    DeepSpeed's stages 1 and 2 would overwrite them. Raises `ConfigurationError` if they are offloaded.
+    """
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()
     if trained.layout.offloads:

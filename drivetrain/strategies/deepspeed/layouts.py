@@ -1,7 +1,7 @@
-"""Access to an engine's gradients, master weights and optimizer state by the model's parameters.
+"""Access to the gradients, master weights and optimizer state that a DeepSpeed engine holds for each parameter.
 
-Each layout is for one way in which DeepSpeed stores them. `key` is the name of an optimizer state such as
-`"exp_avg"`, or None for the master weight.
+Each layout is for one way in which DeepSpeed stores them. `key` is the name of an optimizer state such as `"exp_avg"`,
+or None for the master weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Base class for access to the gradients and optimizer state of one engine.
+    """Base class for reading and changing the gradients and optimizer state in a DeepSpeed engine.
 
     Attributes:
         replicated: True if each process holds full gradients, so that norms are not summed over processes.
@@ -46,42 +46,53 @@ class Layout(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the gradients are scaled until the step."""
+        """Loss scale by which the engine's gradients are still multiplied. It is 1.0 without loss scaling."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Return this process's part of the reduced gradients. Changes take effect after `commit`."""
+        """Return the parts of the parameters' reduced gradients that this process holds.
+
+        Parameters without a part on this process are left out. Call `commit` after changing the tensors in place.
+        """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Store changes of the tensors that `gradients` returned in the engine."""
+        """Write gradients that were changed in place back to the engine, in case `gradients` returned copies."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop accumulated gradients without a step."""
+        """Drop the engine's accumulated gradients without an optimizer step."""
 
     @abstractmethod
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
-        """Return a full float32 tensor on every process. A collective call."""
+        """Gather the full master weight of a parameter, or its optimizer state `key`. A collective call."""
 
     @abstractmethod
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Store this process's part of a full tensor."""
+        """Copy this process's part of a full tensor to a parameter's master weight, or to its optimizer state `key`."""
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """Yield each tensor that the inner optimizer steps on this process, with the parameters in it."""
+        """Yield each tensor that the wrapped optimizer steps on this process, and the model parameters in the tensor.
+
+        At ZeRO stages 1 to 3, such a tensor is flat and contains parts of many parameters.
+        """
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """Return views of this process's part of a parameter, keyed by state name.
+        """Return views of this process's part of a parameter, of its master weight and of its optimizer state.
 
-        The key is None for the master weight and `""` for the parameter itself.
+        The keys are `""` for the parameter, None for the master weight, and the names of the state tensors. The dict is
+        empty if no views exist, for example with state on NVMe.
         """
         return {}
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Keep a step within the context from changing the given parameters, their master weights and their state."""
+        """Undo what an optimizer step within the context does to the given parameters and their optimizer state.
+
+        Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
+        weight decay would change them.
+        """
         before = [{key: part.clone() for key, part in self.parts(parameter).items()} for parameter in parameters]
         yield
         for parameter, kept in zip(parameters, before, strict=True):
@@ -92,13 +103,13 @@ class Layout(ABC):
                     part.zero_()  # made in this step
 
     def finish_window(self) -> None:
-        """Finish the gradients of an accumulation window after its last backward."""
+        """Complete offloaded gradients after the last backward pass of an accumulation window."""
 
     def finish_step(self) -> None:
-        """Drop gradients that DeepSpeed keeps after a step and would add to those of the next step."""
+        """Clear gradients that DeepSpeed keeps after an optimizer step and would add to those of the next step."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
-        """Return True if a parameter's update depends on a step count shared with other parameters."""
+        """Return True if a parameter's update uses a step count that other parameters share, as in Adam."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
         return any(
@@ -106,11 +117,15 @@ class Layout(ABC):
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Return True if the optimizer steps the parameter."""
+        """Return True if the engine's optimizer steps the parameter."""
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Return the names of tensor states and the other state for each parameter's `id`."""
+        """Return the optimizer state of each parameter that needs no gathering, by the parameter's `id`.
+
+        Each entry has the names of the state tensors, which must be gathered, and a dict of the other values, such as a
+        step count.
+        """
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
             state = self.inner.state.get(holder, {})
@@ -122,7 +137,11 @@ class Layout(ABC):
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Allocate optimizer state for loading a checkpoint."""
+        """Allocate the optimizer's state tensors, so that the values of a checkpoint can be written to them.
+
+        Args:
+            states: The saved state of each parameter, by the parameter's `id`. Values that are not tensors are copied.
+        """
         for holder, held in self.holders():
             saved = [states[id(parameter)] for parameter in held if id(parameter) in states]
             if not saved:
@@ -146,7 +165,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Layout of stage 0 in full precision: unchanged model and optimizer, all-reduced gradients."""
+    """Layout of ZeRO stage 0 in full precision, where model, optimizer and gradients are ordinary PyTorch objects."""
 
     replicated = True
 
@@ -185,7 +204,7 @@ class PlainLayout(Layout):
 
 
 class MasterLayout(PlainLayout):
-    """Layout of stage 0 in low precision: a full float32 copy of each parameter on every process."""
+    """Layout of ZeRO stage 0 in low precision, where each process holds a full float32 copy of every parameter."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -211,7 +230,7 @@ class MasterLayout(PlainLayout):
 
 
 class FlatLayout(Layout):
-    """Layout of stages 1 and 2: each group is one flat tensor, of which each process holds a slice."""
+    """Layout of ZeRO stages 1 and 2, where each parameter group is one flat tensor, sliced over the processes."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -289,7 +308,7 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """Return this process's part of a parameter or of its optimizer state, or None if it has no part."""
+        """Return this process's slice of a parameter's master weight or optimizer state, or None if it has no slice."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -303,7 +322,7 @@ class FlatLayout(Layout):
 
 
 class PartitionedLayout(Layout):
-    """Layout of stage 3: each process holds a part of every parameter, gradient and optimizer state."""
+    """Layout of ZeRO stage 3, where each process holds a part of every parameter and of its state."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -360,7 +379,7 @@ class PartitionedLayout(Layout):
             parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]  # of zero_hpz_partition_size
 
     def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
-        """Return this process's part of a parameter's master weight or state, and its group's index."""
+        """Return this process's part of a parameter's master weight or state, and the index of its ZeRO sub-group."""
         found: tuple[Tensor, int] = self.optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=key
         )
@@ -390,7 +409,7 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """Return the layout for an engine."""
+    """Return the layout that fits how a DeepSpeed engine stores gradients and optimizer state."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

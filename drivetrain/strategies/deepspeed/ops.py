@@ -42,7 +42,7 @@ _LONGEST_BUILD = 3600.0
 
 
 def build_root() -> Path:
-    """Return the folder in which torch builds extensions, with one subfolder for each operator."""
+    """Return the folder in which torch compiles C++ extensions, with one subfolder for each DeepSpeed operator."""
     extension = importlib.import_module("torch.utils.cpp_extension")
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
@@ -56,7 +56,7 @@ def build_root() -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return True if an operator is compiled and can be loaded at once."""
+    """Return True if a DeepSpeed operator is compiled and can be loaded at once."""
     folder = build_root() / name
     return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
 
@@ -107,7 +107,10 @@ def _is_open(path: Path) -> bool | None:
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Enable or disable DeepSpeed's shared-memory communication in a context. DeepSpeed would compile it if enabled."""
+    """Set, within the context, whether DeepSpeed loads its shared-memory operator for communication on the CPU.
+
+    DeepSpeed compiles the operator if necessary. With `wanted=None`, it is used only if it is already compiled.
+    """
     use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
     if use:
         check_locks([SHARED_MEMORY])
@@ -125,7 +128,7 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Select torch's Adam on the CPU in a configuration if DeepSpeed's Adam would have to be compiled."""
+    """Set `torch_adam` in the optimizer section of a CPU run if DeepSpeed's own Adam is not compiled yet."""
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
@@ -159,7 +162,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Compile one operator."""
+    """Compile a DeepSpeed operator. Raises `ConfigurationError` if DeepSpeed has none of this name for the device."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -173,7 +176,7 @@ def build(name: str, kind: str) -> None:
 
 
 class _Adagrad(Optimizer):
-    """Placeholder for the class of an Adagrad optimizer while an engine is built."""
+    """Temporary class of an Adagrad optimizer, which keeps DeepSpeed from recognizing and replacing the optimizer."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise NotImplementedError
@@ -181,7 +184,7 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Make an engine that is built in the context keep the user's Adagrad optimizer.
+    """Keep DeepSpeed from replacing the user's Adagrad optimizer when it builds an engine within the context.
 
     DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
     schedules would then have no effect, and a second group would break the engine.
@@ -198,7 +201,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create the Adagrad state for the tensors that the optimizer steps in an engine."""
+    """Create Adagrad's running sums for the tensors that an engine steps. Adagrad itself creates them only once."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -214,7 +217,13 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """DeepSpeed's process group object, created on top of the existing process group."""
+    """Connection of DeepSpeed's communication to the `torch.distributed` process group of the run.
+
+    Without a process group, a group of this one process is created.
+
+    Attributes:
+        package: The deepspeed package.
+    """
 
     # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
     _joined: ClassVar[int] = 0
@@ -235,11 +244,11 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Delete the group for `zero_hpz_partition_size`, since DeepSpeed asserts that none exists for a new model."""
+        """Drop DeepSpeed's group for `zero_hpz_partition_size`, because a new model asserts that none exists yet."""
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Release the process group before it is destroyed, unless engines of another run still use it."""
+        """Release DeepSpeed's references to the process group, unless another strategy still needs them."""
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return
@@ -260,7 +269,7 @@ class DeepSpeedGroup:
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
-    """Raise if the device's index is not the local rank, since DeepSpeed always uses the device of the local rank."""
+    """Raise `ConfigurationError` if the device's index is not the local rank, the only index that DeepSpeed uses."""
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
             f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "

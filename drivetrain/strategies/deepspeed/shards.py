@@ -27,7 +27,7 @@ _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class _Inert:
-    """Placeholder for unpickled DeepSpeed objects, whose contents are not needed."""
+    """Replacement for pickled DeepSpeed objects, such as loss scalers, whose contents the reader does not need."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -42,7 +42,11 @@ _ALLOWED: list[Any] = [
 
 
 def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """Return the folder of a DeepSpeed checkpoint, or None if there is none."""
+    """Return the folder with the files of a DeepSpeed checkpoint, or None if `directory` has no such checkpoint.
+
+    Without a tag, the file `latest` in the directory names the folder. If that file is missing, it is the directory
+    itself.
+    """
     root = Path(directory)
     latest = root / LATEST
     if tag is None and latest.is_file():
@@ -52,11 +56,14 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 
 
 class DeepSpeedShards:
-    """A checkpoint of DeepSpeed's engine, of any ZeRO stage and number of processes.
+    """Reader of a DeepSpeed checkpoint, which may have any ZeRO stage and any number of processes.
 
     Attributes:
         folder: The checkpoint's folder.
         stage: The ZeRO stage.
+
+    Raises:
+        CheckpointError: Files of some processes are missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +82,7 @@ class DeepSpeedShards:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return full parameters and buffers by the names of the unwrapped model. Master weights are float32."""
+        """Return the full parameters and buffers in the checkpoint by name. Floating-point tensors are float32."""
         first = self._models[0]
         found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
         found = {name: value for name, value in found.items() if value.numel() or name in first["buffer_names"]}
@@ -88,7 +95,11 @@ class DeepSpeedShards:
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state by parameter name, or by index at stage 0, which stores no names."""
+        """Return the full optimizer state in the checkpoint by parameter name, together with the parameter groups.
+
+        A checkpoint of ZeRO stage 0 has no names, so that its state is by parameter index. Raises `CheckpointError` if
+        DeepSpeed wrote the state in a format that is not supported.
+        """
         if not self._states:
             return self._unspread()
         groups = [list(map(bare_name, shapes)) for shapes in self._shapes]
@@ -120,14 +131,14 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each parameter, rebuilt from flat shards."""
+        """Yield each parameter's name and full tensor, joined from the flat tensors of all ranks."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
         return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Return the frozen parameters, which no optimizer holds, by name."""
+        """Return the checkpoint's frozen parameters by name, joined from the fragments of all ranks."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
         return {
@@ -146,7 +157,7 @@ class DeepSpeedShards:
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter in a group's flat tensor."""
+    """Cut the flat tensor of each parameter group into parameters. Yields their names and tensors."""
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
@@ -156,7 +167,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter that is split over all processes with padding."""
+    """Join parameters of ZeRO stage 3 from the flat tensors of all ranks. Yields their names and tensors."""
     start = 0
     for group in shapes:
         for name, shape in group.items():
@@ -188,7 +199,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Read part of a checkpoint, and raise an error that names the checkpoint if its content is invalid."""
+    """Return what `read` makes of a DeepSpeed checkpoint. Raises `CheckpointError` if its content is invalid."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -55,7 +55,9 @@ _ACCELERATE_NAMES = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
 
 
 class DeepSpeed(Configured):
-    """ZeRO by the deepspeed package: shards optimizer state (stage 1), gradients (stage 2) and parameters (stage 3).
+    """Strategy that trains with ZeRO from the deepspeed package, which shards a model's state over processes.
+
+    Stage 1 shards the optimizer state, stage 2 also the gradients, and stage 3 also the parameters.
 
     Args:
         stage: ZeRO stage from 0 to 3. None uses the stage in `config`, or else 2.
@@ -116,7 +118,7 @@ class DeepSpeed(Configured):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
-        """Create a DeepSpeed strategy from a `deepspeed_config`.
+        """Create a `DeepSpeed` strategy from the `deepspeed_config` section of a launcher's configuration file.
 
         Args:
             config: The options by key, as in a launcher's YAML file.
@@ -131,22 +133,22 @@ class DeepSpeed(Configured):
 
     @property
     def config(self) -> configuration.Config:
-        """DeepSpeed configuration for the next `prepare`, as a dict."""
+        """DeepSpeed configuration that the next `prepare` uses, before `"auto"` values are filled in."""
         return self.settings.config
 
     @property
     def stage(self) -> int:
-        """ZeRO stage of the selected configuration."""
+        """ZeRO stage, from 0 to 3, that the next `prepare` uses."""
         return self.settings.stage
 
     @property
     def zero_init(self) -> bool:
-        """True if `init_context` shards parameters at construction."""
+        """True if ZeRO-3 shards the parameters of a model while `init_context` is active, during construction."""
         return self.settings.zero_init
 
     @property
     def moe_layers(self) -> Sequence[str | type[nn.Module]]:
-        """Names of module classes that ZeRO-3 gathers as a whole."""
+        """Module classes, or their names, whose parameters ZeRO-3 gathers together, such as mixtures of experts."""
         return self.settings.moe_layers
 
     # processes
@@ -189,7 +191,11 @@ class DeepSpeed(Configured):
             self.check_settings(settings)
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise if the selected configuration conflicts with the environment or the run's precision."""
+        """Raise `ConfigurationError` if a DeepSpeed configuration cannot run on this machine or in the run's precision.
+
+        Args:
+            settings: The configuration, together with the strategy's options for it.
+        """
         check_zero_options(settings.config)
         if uses_nvme(settings.config):
             ops.require_async_io()
@@ -247,7 +253,7 @@ class DeepSpeed(Configured):
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Place a model for evaluation. A partitioned model gets an engine that gathers its parameters."""
+        """Prepare a model that is only evaluated. If ZeRO-3 shards the model, an engine gathers its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -321,7 +327,10 @@ class DeepSpeed(Configured):
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
-        """Make ZeRO-3 gather the named modules as a whole, since processes may use different experts of a layer."""
+        """Make ZeRO-3 gather all parameters of each module in `moe_layers` together.
+
+        Processes may use different experts of a layer, but must gather the same parameters.
+        """
         if not self.moe_layers or self.stage != 3:
             return
         classes = {type(module).__name__: type(module) for module in model.modules()}
@@ -413,11 +422,18 @@ class DeepSpeed(Configured):
     # what only DeepSpeed has
 
     def engine_of(self, model: nn.Module) -> Any:
-        """Return the DeepSpeed engine of a prepared model."""
+        """Return the `DeepSpeedEngine` of a prepared model, for features that drivetrain does not offer itself.
+
+        Args:
+            model: A prepared model, or the module that was given to `prepare`.
+
+        Raises:
+            ConfigurationError: The model was not prepared together with an optimizer.
+        """
         return self._engines.require(model).engine
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
-        """Save a checkpoint in DeepSpeed's own format, to which each process writes its part. A collective call.
+        """Save a model's checkpoint in DeepSpeed's own format. A collective call: each process writes its part.
 
         Args:
             model: A prepared model.
@@ -427,7 +443,7 @@ class DeepSpeed(Configured):
         zero_state.save(self._engines.require(model), directory, tag)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
-        """Load a checkpoint that `save_native` wrote with the same number of processes. A collective call.
+        """Load a checkpoint that `save_native` wrote on the same number of processes. A collective call.
 
         Args:
             model: A prepared model.
@@ -456,14 +472,14 @@ def _refuse_closure(optimizer: Optimizer) -> NoReturn:
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Make tensors of other memory formats, such as channels_last, contiguous for ZeRO's flat tensors."""
+    """Make the parameters and buffers of a model contiguous in place, because ZeRO flattens them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Raise if a module was wrapped by `torch.compile`, whose parameters ZeRO-3 cannot partition."""
+    """Raise `ConfigurationError` if `torch.compile` wrapped any submodule, because ZeRO-3 cannot partition it."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             inner = type(module._orig_mod).__name__
@@ -475,7 +491,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if trained parameters have several dtypes, since ZeRO concatenates them in flat tensors."""
+    """Raise `ConfigurationError` if an optimizer trains several dtypes, because ZeRO joins its parameters."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -492,7 +508,7 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
 
 
 def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if a parameter group is frozen, since ZeRO makes a flat tensor of each group's trained parameters."""
+    """Raise `ConfigurationError` if a parameter group is completely frozen, because ZeRO cannot flatten it."""
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
@@ -503,7 +519,10 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the parameter names of each non-empty group. DeepSpeed drops empty groups."""
+    """Return the parameter names of each parameter group. Empty groups are left out, as DeepSpeed drops them.
+
+    Raises `ConfigurationError` if a parameter does not belong to the model.
+    """
     groups = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
