@@ -30,7 +30,7 @@ RECOMPUTE = ("selective", "full")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Options of the `Megatron` strategy."""
+    """Validated options of the `Megatron` strategy, with one field for each of its arguments."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -71,11 +71,14 @@ class MegatronOptions:
 
     @property
     def chunks(self) -> int:
-        """The number of model chunks on each process. More than one with interleaved stages."""
+        """Number of model chunks on each process. It is above 1 if `virtual_pipeline` interleaves the stages."""
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Return a process's coordinates in the grid. As in megatron-core, tensor-parallel ranks are adjacent."""
+        """Return a rank's position in the grid of parallel dimensions, where tensor-parallel ranks are adjacent.
+
+        Raises `ConfigurationError` if the parallel sizes do not fit `world_size`.
+        """
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
@@ -97,7 +100,7 @@ class MegatronOptions:
 
     @property
     def asked(self) -> str:
-        """The parallel sizes above 1, as text with their option names."""
+        """Parallel sizes above 1 as text for error messages, such as `"tensor_parallel=2 x pipeline_parallel=4"`."""
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
         return " x ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1) or "Megatron()"
 
@@ -108,7 +111,7 @@ def factors(number: int) -> list[int]:
 
 
 def check_fits(what: str, size: int, argument: str, parts: int) -> None:
-    """Raise an error if a size of the model is not a multiple of the number of processes that share it."""
+    """Raise `ConfigurationError` if a size of the model is not a multiple of the number of processes that share it."""
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
@@ -149,12 +152,15 @@ _DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
 def low_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype of weights that have float32 master weights, or None in full precision."""
+    """Return the low-precision dtype in which the model's weights are stored, or None if they are in float32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name)
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """Return a copy of a `TransformerConfig` with the parallel sizes and dtypes of the run."""
+    """Return a copy of megatron-core's `TransformerConfig` in which the run's parallel sizes and dtypes are set.
+
+    Raises `ConfigurationError` if a size of the model does not fit, or the configuration contradicts the strategy.
+    """
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -199,7 +205,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
 
 
 def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raise an error if the configuration sets a size differently than the strategy."""
+    """Raise `ConfigurationError` if a `TransformerConfig` sets another parallel size than the strategy."""
     for name, argument in (
         ("tensor_model_parallel_size", "tensor_parallel"),
         ("pipeline_model_parallel_size", "pipeline_parallel"),
@@ -234,7 +240,7 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
 
 
 def _refuse_losses_beside(config: Any) -> None:
-    """Raise an error if layers add auxiliary losses while losses are averaged per token."""
+    """Raise `ConfigurationError` if a model averages losses per token and its layers add auxiliary losses."""
     beside = [name for name in ("num_moe_experts", "mtp_num_layers") if getattr(config, name, None)]
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
@@ -256,7 +262,7 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
 
 
 def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Return megatron-core's options for accumulating and reducing gradients."""
+    """Return megatron-core's `DistributedDataParallelConfig`, which controls how gradients are reduced."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     _check_names("ddp", options.ddp, DistributedDataParallelConfig)
@@ -269,7 +275,10 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Convert a torch optimizer's options to an `OptimizerConfig` without clipping."""
+    """Convert a torch Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`, without gradient clipping.
+
+    Raises `ConfigurationError` for other optimizers, and for options that megatron-core does not have.
+    """
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -313,7 +322,7 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
 
 
 def _check_distributed(optimizer: Optimizer) -> None:
-    """Raise an error if megatron-core's distributed optimizer does not support this optimizer."""
+    """Raise `ConfigurationError` if megatron-core cannot shard the state of an optimizer of this class."""
     from megatron.core import optimizer as kernels
 
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
@@ -327,7 +336,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Convert megatron-core's assertions about sizes in the body to readable errors."""
+    """Convert assertion errors of megatron-core about layer sizes, raised within the context, to readable errors."""
     try:
         yield
     except AssertionError as error:
@@ -392,7 +401,10 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keys of a `megatron_lm_config` to arguments of `Megatron`."""
+    """Convert the `megatron_lm_config` section of a launcher's file to keyword arguments of `Megatron`.
+
+    Raises `ConfigurationError` if a key is unknown. Settings of the task or the data are ignored with a warning.
+    """
     arguments: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {"transformer": {}, "optimizer": {}}
     for spelled, value in given.items():
@@ -423,7 +435,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_megatron() -> None:
-    """Raise an error if megatron-core is not installed."""
+    """Raise `ConfigurationError` if megatron-core is not installed."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -436,7 +448,7 @@ def require_megatron() -> None:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise an error if megatron-core would allocate on another device than the run's."""
+    """Raise `ConfigurationError` if the run's device is not of the type on which megatron-core allocates tensors."""
     try:
         made = torch.empty(0, device="cuda").device.type
     except (RuntimeError, AssertionError) as error:
@@ -459,7 +471,7 @@ _OWNER = "megatron_groups"
 
 
 class MegatronGroups:
-    """Process groups of this process in megatron-core's `parallel_state`."""
+    """Process groups and random state that megatron-core keeps globally in each process, set up for one run."""
 
     def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
         from megatron.core import parallel_state
@@ -486,12 +498,12 @@ class MegatronGroups:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """The process group of the stages of this process's pipeline."""
+        """Process group of the stages of the pipeline that this process is part of."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 
     def leave(self) -> None:
-        """Release the process groups before they are destroyed."""
+        """Destroy megatron-core's process groups, unless a later strategy has already replaced them."""
         if PartialState.registry().get(_OWNER) is self:
             del PartialState.registry()[_OWNER]
             self._state.destroy_model_parallel()
@@ -503,7 +515,7 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Seed the body so that replicas get equal values, and shards different ones."""
+        """Seed random numbers within the context so that a model's replicas start equal and its shards different."""
         generator = own_generator("megatron")
         # In a run without a seed processes differ: all follow rank 0, from here on without talking.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
@@ -515,7 +527,10 @@ class MegatronGroups:
             yield
 
     def begin_window(self) -> None:
-        """Seed megatron-core's random trackers for one step, so that a resumed run draws the same dropout."""
+        """Reseed megatron-core's dropout generators for one optimizer step, so that a resumed run repeats the dropout.
+
+        Does nothing before a model was built in `initial_values`.
+        """
         if self._generator is None:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))
@@ -525,7 +540,7 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator from which the seeds of steps are drawn, or None."""
+        """Random generator of the seed of each optimizer step, or None before a model was built."""
         return self._generator
 
     @staticmethod

@@ -27,7 +27,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """One tensor of this process and its position in the full model.
+    """Parameter or buffer on this process, with its position in a tensor of the full model.
 
     Attributes:
         name: The name of the full tensor.
@@ -44,11 +44,14 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Return views of a tensor of the local shape, each with its slices in the full tensor."""
+        """Split a tensor of the local shape into views, and pair each view with its slices in the full tensor."""
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of a full tensor into a local tensor."""
+        """Copy this process's part of the full tensor `whole` into `like`, a tensor of the local shape.
+
+        Raises `CheckpointError` if `whole` has a wrong shape.
+        """
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
                 f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
@@ -59,7 +62,7 @@ class Entry:
 
 
 class Layout:
-    """Positions of the tensors of all processes. Create it on all processes together.
+    """Map from the full model's tensors to the parts on all processes. Creating it is a collective call.
 
     Attributes:
         entries: The tensors of this process.
@@ -85,15 +88,15 @@ class Layout:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
-        """Return the entry of a local parameter, or None."""
+        """Return the `Entry` of a parameter or buffer on this process, or None if the tensor is unknown."""
         return self._by_tensor.get(id(tensor))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor in the model."""
+        """Return the dtype of a parameter or buffer, by its name in the full model."""
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """Return the rank that stores a full tensor. It rotates among the ranks that hold parts of it."""
+        """Return the rank that stores a full tensor. Successive tensors are stored by the given ranks in turn."""
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -102,7 +105,14 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Assemble full tensors on the CPU, each on one process and as a meta tensor on all others. A collective."""
+        """Assemble full tensors by name, each on the CPU of one rank and as a meta tensor elsewhere. A collective call.
+
+        Args:
+            values: Returns the local part of an entry's tensor, for example a master weight.
+            dtype: Returns the dtype of the full tensor of this name.
+            holder: Chooses the rank that stores a tensor, from its name and the ranks that have parts of it. The
+                default is `rotating`.
+        """
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}
         own: dict[str, list[Entry]] = {}
@@ -134,7 +144,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of a full parameter."""
+        """Return the number of elements of the full parameter to which a local tensor belongs."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 
@@ -159,7 +169,10 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
 
 
 def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
-    """Return a tensor's name on one process, with global layer numbers and the embedding's name for a tied weight."""
+    """Return a local tensor's name in the full model, in which layers are numbered over all pipeline stages.
+
+    A weight that is tied to the embedding gets the embedding's name.
+    """
     if key.endswith("embedding.word_embeddings.weight"):
         return key
     for before, after in renumbered.items():
@@ -190,5 +203,5 @@ def _is_main(replica: Any) -> bool:
 
 
 def _natural(name: str) -> list[Any]:
-    """Return a sort key by which layer 10 comes after layer 9."""
+    """Return a sort key that orders layer numbers in a name by value, so that layer 10 follows layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

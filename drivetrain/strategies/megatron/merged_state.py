@@ -1,4 +1,4 @@
-"""State of a Megatron model under the names of the full model, assembled from all processes."""
+"""State of a model prepared for megatron-core under the names of the full model, assembled from all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 
 
 class MergedState(ModelState):
-    """Model and optimizer state that is assembled from the parts of all processes, and split again when loading."""
+    """Saving and loading of model and optimizer state of which each process has a part."""
 
     held_as = "parts"
 
@@ -29,7 +29,6 @@ class MergedState(ModelState):
         self._models = models
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return the number of elements of the full parameter, and True if it is trained."""
         for placed in self._models:
             if placed.layout.find(parameter) is not None:
                 return placed.layout.elements(parameter), parameter.requires_grad
@@ -38,17 +37,17 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Raise an error: megatron-core's optimizer holds its own master weights, so parameters cannot change."""
+        """Raise `ConfigurationError`, because megatron-core's master weights would overwrite changes."""
         raise ConfigurationError(
             "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
             'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return full parameters and buffers. Unless `full`, float32 master weights replace low-precision weights.
+        """Return a model's full tensors by name, each on one of the processes. With `full`, all of them are on rank 0.
 
-        A tensor assembled from several processes is stored on one of them and is a meta tensor on the others, so that
-        no process holds the full model.
+        Unless `full` is set, float32 master weights replace low-precision weights, and tensors that another process
+        stores are on the meta device. No process then holds the full model.
         """
         placed = self._models.require(model)
         if full:
@@ -77,7 +76,6 @@ class MergedState(ModelState):
         return {name: value.detach() for name, value in whole.items()} | around
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load this process's parts of full tensors into parameters and master weights."""
         placed = self._models.require(model)
         around = self._around(placed)
         missing = [name for name in (*placed.layout.names, *around) if name not in state]
@@ -100,7 +98,7 @@ class MergedState(ModelState):
         return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
 
     def _around(self, placed: PlacedModel) -> StateDict:
-        """Return the state of the user's module outside the model, such as metrics."""
+        """Return the tensors in the task's state that are not part of the Megatron model, such as metrics, by name."""
         own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
         state = placed.owner.state_dict(keep_vars=True)
         return {
@@ -110,7 +108,6 @@ class MergedState(ModelState):
     # optimizers
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state by canonical parameter name, assembled as in `model`."""
         front = self._front(optimizer)
         if front is None:
             return named_optimizer_state(self.strategy.unwrap(model), optimizer)
@@ -149,7 +146,6 @@ class MergedState(ModelState):
         return {name: tensor for name, tensor in found.items() if name in stepped}
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load this process's part of an optimizer state that was saved under any strategy."""
         front = self._front(optimizer)
         if front is None:
             super().load_optimizer(model, optimizer, state)
@@ -177,14 +173,14 @@ class MergedState(ModelState):
 
 
 def _local(entry: Entry, whole: Tensor) -> Tensor:
-    """Return this process's part of a full tensor, in float32."""
+    """Return this process's part of the full tensor `whole`, in float32 on the device of the entry's tensor."""
     part = torch.empty(entry.tensor.shape, dtype=torch.float32, device=entry.tensor.device)
     entry.fill(part, whole)
     return part
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Return the canonical parameter names of each of the user's parameter groups, over all stages. A collective."""
+    """Return the full model's parameter names for each of the user's parameter groups. A collective call."""
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups
@@ -211,7 +207,7 @@ _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Save model, optimizer and random state, each process its part. A collective."""
+    """Save model, optimizer and random state to a directory in megatron-core's own format. A collective call."""
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
@@ -224,7 +220,10 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Load a directory written by `save`, with any parallel sizes. A collective."""
+    """Load a checkpoint in megatron-core's own format, written with any parallel sizes. A collective call.
+
+    Raises `CheckpointError` if the directory has no such checkpoint.
+    """
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):

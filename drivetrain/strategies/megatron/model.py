@@ -1,4 +1,4 @@
-"""Models in the form in which megatron-core runs them, and the schedules that run them."""
+"""Models in the form in which megatron-core runs them, and the pipeline schedules that run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """Protocol of a task with megatron-core's function signatures, such as `drivetrain.MegatronTask`.
+    """Protocol of a task that has megatron-core's `model_provider` and `forward_step`, such as `MegatronTask`.
 
     Attributes:
         chunks: The model chunks of this process.
@@ -31,22 +31,32 @@ class MegatronProgram(Protocol):
     chunks: list[nn.Module]
 
     def transformer_config(self) -> Any:
-        """Return the model's `TransformerConfig`, without parallel sizes."""
+        """Return the model's `TransformerConfig`. The strategy sets the parallel sizes in a copy of it."""
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Create one model chunk."""
+        """Build the chunk of the model that one pipeline stage runs.
+
+        Args:
+            pre_process: True if the chunk begins with the embedding.
+            post_process: True if the chunk ends with the output layer.
+            vp_stage: The index of the chunk on this process, or None if stages are not interleaved.
+            config: The `TransformerConfig` with the parallel sizes.
+        """
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
         """Run one model chunk on the next batch. Returns its output and the function that computes the loss."""
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return the number of rows and the sequence length of a batch."""
+        """Return the number of rows and the sequence length of a batch, which determine the shapes of activations."""
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the rows and length of the first tensor of a batch that has at least two dimensions."""
+    """Return the number of rows and the length of a batch's first tensor that has at least two dimensions.
+
+    In a dict, `tokens` and `input_ids` come first. Raises `ConfigurationError` if there is no such tensor.
+    """
     for tensor in _tensors(batch):
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
@@ -68,7 +78,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Model chunks of one model on this process.
+    """Record of a model prepared for megatron-core: its chunks on this process and their optimizer.
 
     Attributes:
         called: The module that `prepare` returned.
@@ -84,12 +94,12 @@ class PlacedModel:
 
     @property
     def config(self) -> Any:
-        """The `TransformerConfig` of the chunks."""
+        """Megatron-core's `TransformerConfig`, from which the model chunks were built."""
         return self.bare[0].config
 
     @property
     def program(self) -> MegatronProgram:
-        """The task."""
+        """Task to which the model belongs. Raises `ConfigurationError` if it is not a `MegatronTask`."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule.",
@@ -98,7 +108,10 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Reduce the gradients of a window, and average them over data-parallel processes."""
+        """Reduce the model's gradients after an accumulation window, as an average over data-parallel processes.
+
+        `chunks` and `num_tokens`, which megatron-core's schedules pass, are ignored.
+        """
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
@@ -108,18 +121,18 @@ class PlacedModel:
                 chunk.scale_gradients(1.0 / chunk.dp_cp_group.size())  # type: ignore[operator]
 
     def zero_gradients(self) -> None:
-        """Clear accumulated gradients."""
+        """Clear the gradients that megatron-core has accumulated in its own buffers."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the accumulated gradients."""
+        """Return the gradients in megatron-core's buffers, one for each parameter that has a `main_grad`."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
 
 class PlacedModels:
-    """All models of a Megatron strategy."""
+    """Registry of the models that a `Megatron` strategy has prepared."""
 
     def __init__(self) -> None:
         self._placed: list[PlacedModel] = []
@@ -128,23 +141,22 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Add a model, replacing an earlier placement of the same model."""
+        """Register a prepared model. It replaces the record of an earlier `prepare` of the same model."""
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
     def clear(self) -> None:
-        """Remove all models."""
         self._placed.clear()
 
     def find(self, model: nn.Module) -> PlacedModel | None:
-        """Return a placed model by its original or its prepared module, or None."""
+        """Return the record of a model by its original or prepared module, or None if it was not prepared."""
         for placed in self._placed:
             if model is placed.owner or model is placed.called or any(model is chunk for chunk in placed.wrapped):
                 return placed
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """Return a placed model by its original or its prepared module. Raises an error if there is none."""
+        """Return the record of a prepared model. Raises `ConfigurationError` if the model was not prepared."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
@@ -159,7 +171,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Raised when a step reaches the end of a model chunk that computes no loss.
+    """Signal that ends a task's step at the end of a model chunk that does not compute the loss.
 
     Attributes:
         output: The output to send to the next chunk.
@@ -171,7 +183,7 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """The model chunk that is currently running.
+    """Record of which model chunk the running step of a task must call.
 
     Attributes:
         chunk: The chunk to call, or None outside a step.
@@ -182,7 +194,10 @@ class CurrentChunk:
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run the current chunk on a batch. See `MegatronRuntime.run`."""
+        """Run the task's `forward_step` on a batch, with the current chunk. Returns the output and the loss function.
+
+        Raises `StageEnded` if the chunk does not compute the loss.
+        """
         if self.chunk is None:
             raise ConfigurationError(
                 f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
@@ -194,7 +209,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step with one model chunk."""
+        """Run a task's step on one model chunk. Returns the step's result and None, or None and the chunk's output."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -211,7 +226,7 @@ class CurrentChunk:
 
 
 class Schedule:
-    """Runs accumulation windows of one model through megatron-core's pipeline schedules."""
+    """Runner of one model's forward and backward passes through megatron-core's pipeline schedules."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -229,7 +244,10 @@ class Schedule:
             placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward over the micro-batches of one optimizer step."""
+        """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
+
+        Processes that do not compute the loss return None for each micro-batch.
+        """
         self._groups.begin_window()
         outputs: list[Output | None] = [None] * len(microbatches)
         padded = [
@@ -270,7 +288,7 @@ class Schedule:
         return outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Store a loss. The schedule runs its backward later."""
+        """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
         # Where stages free what they have handed over, the loss would go with it.
@@ -286,14 +304,14 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return the number of dummy micro-batches that an interleaved schedule needs to complete a window."""
+        """Return how many dummy micro-batches an interleaved schedule needs in addition to `count`, else 0."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
-        """Return rows and length of the window's micro-batches, which determine the tensors that stages send."""
+        """Return the rows and length of the micro-batches, which determine the shapes that stages exchange."""
         if self._placed.config.pipeline_model_parallel_size == 1:
             return 1, 1
         program = self._placed.program
@@ -312,7 +330,7 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """One forward pass through all stages."""
+    """Runner of evaluation steps, in which each stage sends its activations on to the next."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
@@ -346,7 +364,7 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Module called as `module(step, batch, ...)` like `StepModule`. Only the last stage returns a result.
+    """Module that runs evaluation steps as `module(step, batch, ...)`. Only the last pipeline stage returns a result.
 
     Args:
         placed: The model.
@@ -360,12 +378,12 @@ class Evaluation(nn.Module):
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run a step without gradients through all stages."""
+        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
         return self._run(step, batch, *args)
 
 
 class MegatronRuntime:
-    """Creates and runs the model chunks of this process."""
+    """Functions with which a `MegatronTask` builds and runs its model chunks on this process."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
@@ -373,7 +391,10 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Convert the result of a megatron-core loss function to the result of a training step."""
+        """Convert what a megatron-core loss function returned to the result of a training step and a report to log.
+
+        Raises `ConfigurationError` unless `result` is `(loss, report)` or `(loss, num_tokens, report)`.
+        """
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(
@@ -390,7 +411,7 @@ class MegatronRuntime:
         return total / tokens.clamp(min=1), report
 
     def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of the sequences in a batch."""
+        """Return this process's part of each sequence in a batch, for context parallelism."""
         if self._config().context_parallel_size == 1:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
@@ -399,7 +420,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Gather logits over the full vocabulary."""
+        """Gather logits that tensor-parallel processes have split by vocabulary. Returns the full logits."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """The user's optimizer as loops see it. Megatron-core's optimizer follows its options."""
+    """Optimizer that training loops use: it has the user's options, and steps megatron-core's own optimizer."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -40,7 +40,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """The state of megatron-core's optimizer, by its own parameters."""
+        """State of megatron-core's optimizer, by the tensors that it steps."""
         return self.inner.state
 
     @state.setter
@@ -54,22 +54,24 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def parts(self) -> list[Any]:
-        """The optimizers of dense layers and of experts that hold parameters on this process."""
+        """Megatron-core's optimizers with parameters on this process, such as those of dense layers and of experts."""
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale a window's gradients and copy them to the stepped parameters, once per window."""
+        """Unscale the gradients and copy them to the tensors that are stepped. Returns True if a gradient overflowed.
+
+        Further calls before the step only return the result of the first.
+        """
         if self.overflowed is None:
             self.__dict__["overflowed"] = bool(self.inner.prepare_grads())
         found: bool = self.overflowed
         return found
 
     def stepped_parameters(self) -> list[Tensor]:
-        """Return the parameters to step: float32 copies, or this process's part of them, if they exist."""
+        """Return the tensors that megatron-core's optimizer steps on this process, such as float32 master weights."""
         return [parameter for part in self.parts for parameter in part.get_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
         self.placed.zero_gradients()
         self.inner.zero_grad(set_to_none)
         self.__dict__.update(overflowed=None, clipped=False)
@@ -89,7 +91,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return stepped
 
     def follow_options(self) -> None:
-        """Copy the learning rate and other options from the user's parameter groups."""
+        """Copy the learning rate and other options from the user's parameter groups to megatron-core's optimizer."""
         for group in self.inner.param_groups:
             given = self.optimizer.param_groups[group[GROUP]]
             for name, value in given.items():
@@ -100,7 +102,10 @@ class MegatronOptimizerFront(OptimizerProxy):
 def make_optimizer(
     optimizer: Optimizer, placed: PlacedModel, options: MegatronOptions, low: torch.dtype | None
 ) -> MegatronOptimizerFront:
-    """Create megatron-core's optimizer for a model. A collective."""
+    """Create megatron-core's optimizer for a model, with the options of the user's torch optimizer. A collective call.
+
+    Raises `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the model.
+    """
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -148,23 +153,20 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Gradients in megatron-core's buffers, until its optimizer uses them."""
+    """Reduction, scaling and clipping of gradients that megatron-core accumulates in its own buffers."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which a backward does not end an accumulation window."""
         placed = self._models.find(model)
         return nullcontext() if placed is None or placed.optimizer is None else _within_window(placed)
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if the current accumulation window holds gradients."""
         placed = self._models.find(model)
         return placed is not None and bool(placed.held_gradients())
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the total norm of gradients over all layers, stages and shards. Returns the norm before clipping."""
         front = self._stepped(parameters)
         if front is None:
             return torch.zeros((), device=self._topology.device)
@@ -180,7 +182,7 @@ class BufferedGradients(Gradients):
         return torch.tensor(total, device=self._topology.device)
 
     def clip_by_default(self, front: MegatronOptimizerFront) -> None:
-        """Clip to the strategy's `gradient_clipping` if the loop has not clipped."""
+        """Clip gradients to the strategy's `gradient_clipping` before a step, unless the loop has clipped them."""
         if self._clipping is not None and not front.clipped and not front.prepare_gradients():
             _clip(front, self._clipping, _total_norm(front, 2.0))
 
@@ -191,7 +193,6 @@ class BufferedGradients(Gradients):
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Scale or clamp gradients: a model's in megatron-core's buffers, else those of the stepped parameters."""
         if model is not None:
             placed = self._models.find(model)
             for chunk in placed.wrapped if placed is not None and placed.optimizer is not None else ():
@@ -203,7 +204,7 @@ class BufferedGradients(Gradients):
             scale_tensors([each.grad for each in stepped if each.grad is not None], factor, bound)
 
     def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
-        """Return the optimizer of the parameters, which must be all parameters of a model, or None."""
+        """Return the optimizer of the first prepared model that has any of the parameters, or None."""
         wanted = {id(parameter) for parameter in parameters}
         for placed in self._models:
             if placed.optimizer is not None and any(id(p) in wanted for p in placed.owner.parameters()):
@@ -248,7 +249,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor that is stepped in place of a parameter.
+    """Tensor that megatron-core's optimizer steps in place of a model's parameter, such as a float32 shard.
 
     Attributes:
         part: The megatron-core optimizer that steps it.
@@ -262,12 +263,12 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group that steps the parameter together, or None if each process steps all of it."""
+        """Process group over which the stepping of the parameter is split, or None if each process steps all of it."""
         return None if self.start is None else self.part.data_parallel_group
 
 
 class ParameterState:
-    """Reads and writes a parameter's optimizer state."""
+    """Access to the optimizer state that megatron-core keeps for each parameter of a model."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -280,12 +281,12 @@ class ParameterState:
                 self._whole.update({id(p): part for p in part.get_parameters()})
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Return True if the optimizer steps a parameter."""
+        """Return True if megatron-core's optimizer steps the parameter."""
         main = getattr(parameter, "main_param", parameter)
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Return the tensor that is stepped in place of a parameter."""
+        """Return the tensor that megatron-core's optimizer steps in place of a parameter, such as a float32 shard."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -297,7 +298,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of the optimizer state, each with True if it has the parameter's size."""
+        """Return the names of the optimizer state, each with True if the state has the size of its parameter."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -306,7 +307,7 @@ class ParameterState:
         return found
 
     def steps(self) -> float | None:
-        """Return the number of steps taken, or None if the optimizer does not count them."""
+        """Return the number of steps that the optimizer has taken, or None if it does not count them."""
         for part in self._front.parts:
             for values in part.optimizer.state.values():
                 if "step" in values:
@@ -317,7 +318,7 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Create the state of an optimizer that has not stepped, if megatron-core's checkpoints need it."""
+        """Create a distributed optimizer's state before its first step, so that checkpoints can be saved and loaded."""
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue
@@ -330,7 +331,9 @@ class ParameterState:
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """Return state of the parameter's shape in float32. A collective of the processes that step it together.
+        """Return the stepped value of a parameter, or its optimizer state `key`, as a full float32 tensor.
+
+        A collective call of the processes that step the parameter together.
 
         Args:
             parameter: A parameter of the model.
@@ -351,7 +354,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Copy this process's part of a full state tensor."""
+        """Copy this process's part of a full tensor to a parameter's stepped value, or to its optimizer state `key`."""
         stepped = self.find(parameter)
         if stepped.main is None:
             return
@@ -364,7 +367,7 @@ class ParameterState:
             stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
 
     def write_steps(self, steps: float) -> None:
-        """Set the number of steps taken."""
+        """Set the step count that the optimizer has for its parameters."""
         for part in self._front.parts:
             inner = part.optimizer
             for group in inner.param_groups:

@@ -131,7 +131,7 @@ class Megatron(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Megatron:
-        """Create the strategy from a `megatron_lm_config`.
+        """Create a `Megatron` strategy from the `megatron_lm_config` section of a launcher's configuration file.
 
         Args:
             config: The keys and values, as in a launcher's YAML.
@@ -144,7 +144,6 @@ class Megatron(Strategy):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Create megatron-core's process groups."""
         require_device(state.device)
         options = self.options
         place = options.place(state.process_index, state.num_processes)
@@ -156,7 +155,6 @@ class Megatron(Strategy):
         state.before_leaving(self._release)
 
     def check(self, options: RunOptions) -> None:
-        """Refuse precisions that megatron-core does not support, and leave the others to it."""
         precision = options.precision
         if precision.name not in _PRECISIONS:
             raise ConfigurationError(
@@ -180,17 +178,17 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """The object that creates and runs the model chunks of a `MegatronTask`."""
+        """Functions with which a `MegatronTask` builds and runs its model chunks on this process."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager that creates models with equal values on replicas and different ones on shards."""
+        """Return a context for building a model whose initial weights are equal on replicas and different on shards."""
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
-        """Return a `TransformerConfig` with the parallel sizes and dtypes of the run, for a loop of your own.
+        """Return a copy of a `TransformerConfig` with the run's parallel sizes and dtypes, to build a model with.
 
         Args:
             config: The model's configuration.
@@ -216,7 +214,6 @@ class Megatron(Strategy):
         return chunks
 
     def _place(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """Place a model that is only evaluated."""
         known = self._models.find(model)
         if known is None:
             bare = self._parts_of(model)
@@ -226,7 +223,6 @@ class Megatron(Strategy):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Wrap the parts of a model in megatron-core's DDP, and build its optimizer; without one, only place them."""
         if not optimizers:
             return self._place(model, precision), []
         if len(optimizers) > 1:
@@ -258,7 +254,6 @@ class Megatron(Strategy):
         return placed.called, [front]
 
     def _parts_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the chunks of a model that this process holds."""
         bare = super().unwrap(model)
         if isinstance(model, StepModule):
             if not isinstance(bare, MegatronProgram):
@@ -291,7 +286,7 @@ class Megatron(Strategy):
         return [bare]
 
     def _lowered(self, chunk: nn.Module, precision: Precision) -> nn.Module:
-        """Move a model chunk to the device and convert it to the precision's dtype."""
+        """Move a model chunk to the device, and convert it to float16 or bfloat16 if the precision asks for it."""
         chunk.to(self.topology.device)
         if low_dtype(precision) is None:
             return chunk
@@ -309,12 +304,10 @@ class Megatron(Strategy):
         return placed
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the original module of a prepared model."""
         placed = self._models.find(model)
         return super().unwrap(model) if placed is None else placed.owner
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call. In evaluation, its steps run through all stages."""
         if stage != "evaluate" or not isinstance(model, StepModule):
             return model
         return Evaluation(self._models.require(model), self._current, self.topology)
@@ -324,7 +317,6 @@ class Megatron(Strategy):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over the micro-batches of one optimizer step, as megatron-core schedules them."""
         schedule = self._schedules[id(self._models.require(model))]
         self._running = schedule
         try:
@@ -333,7 +325,6 @@ class Megatron(Strategy):
             self._running = None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Store a loss for the schedule. In a raw loop, compute its gradients and reduce them at a window's end."""
         if kwargs:
             raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
         if self._running is not None:
@@ -350,7 +341,6 @@ class Megatron(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step megatron-core's optimizer. Returns False if it skipped the step because of an overflow."""
         if not isinstance(optimizer, MegatronOptimizerFront):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} was not prepared together with its model, which Megatron needs: "
@@ -361,7 +351,6 @@ class Megatron(Strategy):
         return optimizer.step(closure)
 
     def _release(self) -> None:
-        """Release megatron-core's groups."""
         self._schedules.clear()
         self._models.clear()
         if self._groups is not None:
@@ -371,7 +360,7 @@ class Megatron(Strategy):
     # what only megatron-core has
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Save a checkpoint in megatron-core's own format, each process its part. Call it on all processes.
+        """Save a model's checkpoint in megatron-core's own format. A collective call: each process writes its part.
 
         Args:
             model: A prepared model.
@@ -380,7 +369,7 @@ class Megatron(Strategy):
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Load a checkpoint of `save_native`, with any parallel sizes. Call it on all processes.
+        """Load a checkpoint that `save_native` wrote, under the same or other parallel sizes. A collective call.
 
         Args:
             model: A prepared model.
