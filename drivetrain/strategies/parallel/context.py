@@ -46,7 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Part of every sequence that one context-parallel process has.
+    """Part of each sequence that this process holds under context parallelism.
 
     Attributes:
         group: Process group over which sequences are split.
@@ -62,12 +62,12 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that each sequence is cut into."""
+        """Number of equal chunks that each sequence is cut into: one or two for each context-parallel process."""
         return 2 * self.count if self.balanced else self.count
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """Indices of this process's chunks in the sequence."""
+        """Indices of the chunks of each sequence that this process holds, in order."""
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -104,7 +104,7 @@ class SequenceShard:
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """Return this process's part of a batch. Every tensor that has a dimension `dim` is split along it.
+        """Return this process's part of a batch. Each tensor that has a dimension `dim` is split along this dimension.
 
         Raises:
             ConfigurationError: The tensors differ in the size of `dim`, or it is no multiple of `chunks`.
@@ -128,7 +128,7 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """Return a step's output with full sequences.
+        """Gather the output of a step over all processes, so that its tensors cover full sequences.
 
         Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
         """
@@ -139,9 +139,10 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace each buffer's data by this process's part of the sequence while the context is active.
+    """Replace the data of each buffer within the context by this process's part of the sequences.
 
-    Afterwards the buffers have their full data again, except those in `keep`.
+    Afterwards the buffers have their full data again, except those in `keep`. Raises `ConfigurationError` if `buffers`
+    and `dims` differ in length.
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(
@@ -165,14 +166,14 @@ def split_in_place(
 
 
 def sequence_length(batch: Any, dim: int) -> int | None:
-    """Return the size along `dim` of a batch's first tensor with that dimension, or None if no tensor has it."""
+    """Return the size along `dim` of the first tensor in a batch that has this dimension, or None without one."""
     found: list[int] = []
     recursively_apply(lambda t: found.append(t.size(dim)) if t.dim() > dim else None, batch)
     return found[0] if found else None
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which `F.scaled_dot_product_attention` attends to the tokens of all context-parallel processes.
+    """Context in which `F.scaled_dot_product_attention` covers the tokens of all context-parallel processes.
 
     Attributes:
         calls: Number of attention calls so far.
@@ -184,7 +185,10 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise `ConfigurationError` if `calls` still equals `since`: then no attention call crossed processes."""
+        """Raise `ConfigurationError` if no attention was computed since `calls` had the value `since`.
+
+        Without such a call, tokens would not see those on other processes.
+        """
         if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
@@ -193,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return the attention context, or an empty context if one is active already."""
+        """Return the attention context for entering, or an empty context if an attention context is already active."""
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -216,10 +220,10 @@ class SharedAttention(TorchFunctionMode):
 
 
 class RingAttention(SharedAttention):
-    """Ring attention through torch's `context_parallel`.
+    """Attention context that computes ring attention with torch's `context_parallel`.
 
-    Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al.,
-    2023, https://arxiv.org/abs/2310.01889).
+    Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al., 2023,
+    https://arxiv.org/abs/2310.01889).
     """
 
     def __init__(self, shard: SequenceShard, mesh: DeviceMesh, device: torch.device) -> None:
@@ -271,7 +275,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Run `Tensor.backward` through the autograd engine directly.
+    """Compute gradients like `Tensor.backward`, but without leaving the active attention context.
 
     Torch's own function is seen by function modes, and each such call would leave the attention context.
     """
@@ -334,7 +338,7 @@ def attend(
 
 
 def _aligned_to_the_last(size: int, seen: int) -> Tensor:
-    """Return the causal mask of `size` queries that are the last of `seen` tokens.
+    """Return the causal attention mask for `size` queries that are the last of `seen` tokens.
 
     The dispatch modes are disabled, because torch 2.13 cannot create the mask within one.
     """
@@ -345,7 +349,7 @@ def _aligned_to_the_last(size: int, seen: int) -> Tensor:
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Compute attention on DTensors whose heads are split over tensor-parallel processes."""
+    """Compute context-parallel attention for DTensors whose heads are split over tensor-parallel processes."""
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
@@ -368,7 +372,7 @@ def active_shard() -> SequenceShard | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of this process's tokens in the full sequences.
+    """Return the positions of this process's tokens in the full sequences, for position embeddings.
 
     Use this function in models that create position ids themselves. With context parallelism,
     `torch.arange(x.shape[1])` would number each process's part from 0. Without it, the result is that `arange`.
@@ -388,29 +392,29 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Splitter that leaves every sequence whole, used without context parallelism."""
+    """Base class for context parallelism. It does nothing, and is used if sequences are not split."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context that splits the buffers along their sequence dimensions. This one changes nothing."""
+        """Return a context in which buffers are replaced by this process's part of each sequence."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call with whole batches."""
+        """Return a module that runs the model on this process's part of each batch it is called with."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention is over the tokens of all processes that share a sequence."""
+        """Return a context in which attention covers the tokens of all processes that share a sequence."""
         return nullcontext()
 
     def shard_batch(self, batch: Any) -> Any:
-        """Return this process's tokens of a batch of whole sequences."""
+        """Return this process's part of a batch of full sequences."""
         return batch
 
 
 class SplitSequences(Sequences):
-    """Splitter of sequences over context-parallel processes.
+    """Context parallelism that splits the sequences of each batch over processes.
 
     Attributes:
         shard: The part of each sequence that this process has.
@@ -426,7 +430,6 @@ class SplitSequences(Sequences):
         self.shard, self._attention, self._seq_dim, self._shard_batch = shard, attention, seq_dim, shard_batch
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return a module that runs steps on this process's tokens. In evaluation it joins the outputs of all."""
         joined_dim = self._seq_dim if stage == "evaluate" else None
         return SequenceStep(model, self._attention, self.shard_batch, joined_dim)
 
@@ -442,7 +445,7 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split buffers over processes while the context is active. Raises if no attention was computed in it."""
+        """Split buffers over processes within the context. Raises an error if no attention is computed in it."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield
@@ -450,7 +453,7 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Module that is called as `module(step, batch, ...)` and runs the step on this process's tokens."""
+    """Wrapper, called as `module(step, batch, ...)`, that runs a step on this process's part of each sequence."""
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
@@ -461,7 +464,10 @@ class SequenceStep(nn.Module):
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `step` on this process's part of `batch`. Returns its output, joined over processes in evaluation."""
+        """Run a step on this process's part of a batch of full sequences, and return the step's output.
+
+        In evaluation, the output is gathered to full sequences.
+        """
         own = self._split(batch)
         before = self._attention.calls
         with self._attention.entered():
@@ -486,7 +492,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def let_attention_run_split() -> None:
-    """Register DTensor sharding rules for attention on the CPU. Later calls do nothing."""
+    """Register DTensor sharding rules for torch's CPU attention, which has none. Later calls do nothing."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

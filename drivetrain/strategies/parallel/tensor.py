@@ -77,7 +77,7 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 
 
 def plan_of_model(module: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel plan that a model carries in `tp_plan` or `_tp_plan`.
+    """Return the tensor-parallel plan that a model, or a module within it, defines in `tp_plan` or `_tp_plan`.
 
     Raises `ConfigurationError` if neither the model nor a submodule has a plan.
     """
@@ -94,7 +94,7 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlanMatch:
-    """Module that a tensor-parallel plan splits, with its name and style."""
+    """Submodule that a tensor-parallel plan splits, with its name and the parallel style that the plan gives it."""
 
     name: str
     module: nn.Module
@@ -102,9 +102,10 @@ class PlanMatch:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split a module's layers over the mesh's processes, in place, by a tensor-parallel plan.
+    """Split the layers that a tensor-parallel plan names over the processes of a mesh, in place.
 
-    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
+    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped. Raises
+    `ConfigurationError` if the plan does not fit the module.
     """
     let_attention_run_split()
     root, matches = _matches(module, plan)
@@ -132,14 +133,17 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """Return the modules that a tensor-parallel plan splits, after a check of their sizes."""
+    """Return the submodules that a tensor-parallel plan splits, and check that `count` divides their sizes.
+
+    Raises `ConfigurationError` if a pattern matches no module or a size does not fit.
+    """
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
 
 
 def whole_outputs_without_gradients(module: nn.Module) -> None:
-    """Register a forward hook that converts DTensor outputs to plain tensors if gradients are disabled.
+    """Register a forward hook that gathers a module's sharded outputs to full tensors while gradients are disabled.
 
     With gradients, the outputs stay sharded by class for the parallel loss.
     """
@@ -153,9 +157,9 @@ def whole_outputs_without_gradients(module: nn.Module) -> None:
 
 
 class _AddUp:
-    """Gradient hook that redistributes a DTensor gradient to its parameter's placements.
+    """Gradient hook that sums the partial gradients of a replicated DTensor parameter over processes.
 
-    Layers that process part of a sequence have partial gradients, which must be summed over processes.
+    Layers that process only a part of each sequence have such gradients.
     """
 
     def __init__(self, placements: tuple[Placement, ...]) -> None:
@@ -168,7 +172,7 @@ class _AddUp:
 
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
-    """Return the outermost module in which all patterns of a plan match, and the matches in it."""
+    """Return the outermost module in which every pattern of a plan matches, and the submodules that match."""
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
         names = dict(root.named_modules())
@@ -184,7 +188,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """Return the error message for patterns that match no module of the best root."""
+    """Return the error message for a plan with patterns that match no module, with names that are similar."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:
@@ -201,7 +205,7 @@ def _no_match(module: nn.Module, plan: Plan) -> str:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of module names. `*` matches any characters except a dot."""
+    """Compile a pattern of module names to a regular expression. `*` matches any characters except a dot."""
     return re.compile("".join("[^.]*" if piece == "*" else re.escape(piece) for piece in re.split(r"(\*)", pattern)))
 
 
@@ -218,7 +222,7 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
 
 
 def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> None:
-    """Raise `ConfigurationError` if a layer size or head count is no multiple of the number of processes."""
+    """Raise `ConfigurationError` if a layer size or a number of heads is not a multiple of `count`."""
     modules = dict(module.named_modules())
     for match in matches:
         for what, size in _split_sizes(match):
@@ -261,7 +265,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie the parameters that were tied before the split.
+    """Tie parameters again that were tied before a tensor-parallel plan replaced the module's parameters.
 
     Raises `ConfigurationError` if the plan places tied parameters differently.
     """
@@ -293,7 +297,7 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Broadcast the first rank's random state over the mesh, so that dropout on replicated tensors agrees."""
+    """Copy the random state of a mesh's first rank to all its ranks, so that dropout on replicated tensors agrees."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -366,7 +370,7 @@ class LossParallel:
         self._context: AbstractContextManager[Any] | None = None
 
     def enable(self) -> None:
-        """Enable the parallel loss. Nothing changes if it is enabled already."""
+        """Make `F.cross_entropy` accept logits that are sharded by class. Does nothing if it already accepts them."""
         if self._context is not None:
             return
         self._context = loss_parallel()
@@ -378,7 +382,7 @@ class LossParallel:
             handlers[op] = _from_plain_loss(handlers[op])
 
     def disable(self) -> None:
-        """Disable the parallel loss."""
+        """Undo `enable`: `F.cross_entropy` no longer accepts logits that are sharded by class."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None
@@ -412,23 +416,23 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Layers:
-    """Splitter that leaves every layer whole, used without tensor parallelism."""
+    """Base class for tensor parallelism. It does nothing, and is used if layers are not split."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split the model's layers in place. `elsewhere` holds the ids of modules on other stages."""
+        """Split a model's layers over tensor-parallel processes in place, but no modules with `id` in `elsewhere`."""
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare torch and the random state for training a distributed model."""
+        """Share the random state between tensor-parallel processes, and enable the parallel loss, before training."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Check at the first optimizer step that gradients of replicated parameters agree on all processes."""
+        """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""
 
     def teardown(self) -> None:
-        """Undo the changes that `begin` made to torch."""
+        """Disable the parallel loss at the end of a run."""
 
 
 class SplitLayers(Layers):
-    """Splitter of layers over tensor-parallel processes."""
+    """Tensor parallelism that splits layers over the processes of a mesh, as a plan prescribes."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class StageLayout:
     """Assignment of a module's parameters and submodules to pipeline stages.
 
     Modules must be registered in the order in which the forward uses them. A module then belongs to the stage whose
-    first module was registered last before it. `placed` can assign modules explicitly.
+    first module was registered last before it. `pp_place` can assign modules explicitly.
 
     Attributes:
         splits: Names of the first modules of stages 1, 2, ...
@@ -41,12 +41,15 @@ class StageLayout:
 
     @property
     def count(self) -> int:
-        """The number of stages."""
+        """Number of pipeline stages."""
         return len(self.splits) + 1
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """Return the name of the child module with most of the parameters, which is split into stages."""
+    """Return the name of the submodule to split into stages: `name`, or the child with most of the parameters.
+
+    Raises `ConfigurationError` if there is no module `name`, or no child has more than half of the parameters.
+    """
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
@@ -72,7 +75,11 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Return names of modules at which stages begin, so that stages hold similar numbers of parameters."""
+    """Choose the modules at which stages 1, 2, ... begin, so that stages have similar numbers of parameters.
+
+    The modules are blocks of the largest `ModuleList` or `Sequential`, or modules of the given classes. Returns their
+    names. Raises `ConfigurationError` if there are too few of them.
+    """
     if classes:
         return _splits_between(module, count, classes)
     lists = {
@@ -100,7 +107,7 @@ def choose_splits(
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """Return the largest list of blocks, and the largest other list that does not contain it or lie within it."""
+    """Return the names of the largest list of blocks and of the largest list that does not overlap with it."""
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -108,7 +115,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Return module names at which stages begin, if each stage must begin with one of the given classes."""
+    """Choose the modules of the given classes at which stages begin, so that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -130,7 +137,17 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Assign every parameter, buffer and submodule to a stage."""
+    """Assign each parameter, buffer and submodule of a module to a pipeline stage.
+
+    Args:
+        module: The module to split.
+        splits: Names of the modules at which stages 1, 2, ... begin.
+        placed: Stages of modules or parameters, by name, that differ from the order of registration.
+        argument: The name of the option for `splits`, for error messages.
+
+    Raises:
+        ConfigurationError: A name is unknown or out of order, or two stages would share a parameter.
+    """
     count = len(splits) + 1
     _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _walk(module, splits)}
@@ -147,7 +164,7 @@ def lay_out(
 
 
 def is_within(name: str, path: str) -> bool:
-    """Return True if a dotted name is `path` or lies below it."""
+    """Return True if a dotted module name is `path` itself or lies below it. An empty path contains all names."""
     return not path or name == path or name.startswith(f"{path}.")
 
 
@@ -172,7 +189,7 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
 
 
 def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield each parameter and buffer in registration order, with its stage, and True if it is a parameter."""
+    """Yield the name of each parameter and buffer, its stage, and whether it is a parameter."""
     stage = 0
 
     def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
@@ -206,7 +223,10 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Return the stage of each submodule whose parameters belong to one stage and in which no other stage begins."""
+    """Return the stage of each submodule that lies completely within one stage, by the submodule's name.
+
+    Its parameters belong to one stage, and no other stage begins inside it.
+    """
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -218,7 +238,10 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 
 
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
-    """Split sizes into `count` runs with the smallest possible maximum. Returns where runs 1, 2, ... begin."""
+    """Divide sizes into `count` consecutive runs so that the largest run is as small as possible.
+
+    Returns the indices at which runs 1, 2, ... begin.
+    """
     total = len(sizes)
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
     for runs in range(1, count + 1):
@@ -242,7 +265,7 @@ def _size(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Shape, dtype and gradient flag of a tensor that a stage receives."""
+    """Shape and dtype of a tensor that a pipeline stage receives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -250,7 +273,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Identifies one tensor in the output of a module of some stage.
+    """Identifier of one tensor in the output of one call of a module.
 
     Attributes:
         module: The module's name.
@@ -265,7 +288,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Values that earlier stages send to a stage.
+    """Values that a pipeline stage receives from earlier stages.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -285,7 +308,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Plan for running all stages on arguments of given shapes.
+    """Plan by which pipeline stages run a forward pass on arguments of certain shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -298,7 +321,7 @@ class Route:
 
 
 class ModelOutline:
-    """Copy of a model without weights, used to find which values pass between stages.
+    """Copy of a model without weights, whose forward shows which values pass between pipeline stages.
 
     Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
     first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
@@ -318,7 +341,7 @@ class ModelOutline:
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Copy the modules with parameters and buffers on the meta device."""
+        """Copy a module with fake tensors, which have shapes but no values, as its parameters and buffers."""
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
@@ -337,7 +360,10 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Run the forward on shapes only, and return the plan for the stages."""
+        """Run the forward on shapes only, and return the plan by which the pipeline stages run it.
+
+        Raises `ConfigurationError` if the forward depends on values of tensors, or cannot be split at these stages.
+        """
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:
@@ -363,7 +389,7 @@ class ModelOutline:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
-        """Register hooks that trace calls of relevant modules. Returns functions that remove the hooks."""
+        """Register hooks that trace the forward. Returns functions that remove the hooks."""
         removals: list[Callable[[], None]] = []
         for stage, name in enumerate(self._layout.splits, start=1):
             module = self._modules[name]
@@ -379,7 +405,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a value in the traced forward.
+    """Origin of a value in a traced forward: the stage and the module outputs from which it was computed.
 
     Attributes:
         stage: The stage that computed it.
@@ -394,14 +420,19 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Call of a stage's first module: its arguments, and which of them depend on parameters."""
+    """Arguments with which a traced forward called the first module of a pipeline stage.
+
+    Attributes:
+        places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
+        received: The tensors that the stage must receive.
+    """
 
     places: list[int | None]
     received: list[Tensor]
 
 
 class _Trace(TorchDispatchMode):
-    """Dispatch mode that records which stage's parameters each value depends on."""
+    """Dispatch mode that records in which pipeline stage each value of a forward was computed, and from what."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -457,7 +488,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Mark that the module outputs behind a value must be sent to this stage."""
+        """Record that the current stage uses a value of an earlier stage, so that module outputs behind it are sent."""
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -475,7 +506,7 @@ class _Trace(TorchDispatchMode):
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
-        """Return a hook for a stage's first module that records its arguments and those to be sent."""
+        """Return a forward pre-hook for a stage's first module that records which arguments must be received."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_entry(stage, name)
@@ -517,7 +548,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks around a module of one stage that record its output for later stages."""
+        """Return a forward pre-hook and a forward hook that record a module's outputs for later stages."""
         owner = self._layout.modules[name]
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -536,7 +567,7 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        """Record that a module's output can be sent to later stages."""
+        """Record the tensors in a module's output as values that later stages can receive."""
         stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
         lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
         for index, leaf in enumerate(pytree.tree_leaves(output)):
@@ -547,7 +578,7 @@ class _Trace(TorchDispatchMode):
                 self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
-        """Check that all stages were reached, and determine the values that each receives."""
+        """Check that the forward reached all stages, and determine what each stage receives from earlier ones."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
@@ -566,7 +597,7 @@ class _Trace(TorchDispatchMode):
         return self._layout.modules[returned.module]
 
     def _cut(self, stage: int, entry: _Entry) -> Cut:
-        """Return the values to send to a stage. A tensor that is also an argument is sent once."""
+        """Return the values that a stage receives. An argument that is also a module's output is sent only once."""
         passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
         returned: list[Returned | None] = []
         shapes: list[TensorShape] = []
@@ -609,7 +640,7 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """Return the cache key of a route: shapes and dtypes of tensors, and all other argument values."""
+    """Return a key for caching the route of a call: tensor shapes and dtypes, other arguments, and modes."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

@@ -31,7 +31,7 @@ _MEMORY = "_pipelined"
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A task with one module that is split over pipeline stages.
+    """Task with a module whose layers are split over pipeline stages.
 
     Attributes:
         bare: The task.
@@ -61,7 +61,7 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Split a task over the pipeline's stages. Returns the split model.
+        """Split a module of a task into pipeline stages, and return the task as a split model.
 
         Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
         """
@@ -78,7 +78,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the split that an earlier trainer stored on a task, bound to the new process group.
+        """Return the split model that an earlier trainer stored on a task, for use with a new process group.
 
         Raises `ConfigurationError` if the pipeline options differ from the earlier ones.
         """
@@ -91,11 +91,11 @@ class SplitModel:
         return replace(split, stage_state=split.stage_state.among(place.group))
 
     def remember(self) -> None:
-        """Store the split on the task, so that a later trainer finds it."""
+        """Store the split model on the task, so that a later trainer can reuse the split."""
         self.bare.__dict__[_MEMORY] = _Memory(self)
 
     def put_back(self) -> None:
-        """Put the parameters of this process's stages back into the original model."""
+        """Put this process's stage parameters back into the original model, after sharding has replaced them."""
         for module in self.modules:
             module.put_back()
 
@@ -121,7 +121,7 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
 
 
 class _Memory:
-    """Holder of a task's split that is emptied when the task is copied or pickled."""
+    """Container for a task's split model. Copying or pickling the task yields an empty container."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -138,14 +138,14 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Signal that ends a step as soon as the step calls the split module.
+    """Signal that ends a task's step as soon as the step calls the module that is split into stages.
 
     It is no `Exception`, so that a step's own `except Exception` does not catch it.
     """
 
 
 class ModelCalls:
-    """Interceptor of forward calls to the split module."""
+    """Interceptor of forward calls to a module that is split over pipeline stages."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -167,7 +167,7 @@ class ModelCalls:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Pass the next call of the split module to the function `answer` while the context is active."""
+        """Let the function `answer` handle the next forward call of the split module, within the context."""
         self._answer = answer
         try:
             yield
@@ -176,11 +176,11 @@ class ModelCalls:
 
     @property
     def was_called(self) -> bool:
-        """True if the split module was called since `answered` was entered."""
+        """True if the split module was called since the context of `answered` was entered."""
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its route through the stages.
+        """Return a call of the split module together with the plan by which the stages run it.
 
         Raises `ConfigurationError` if an argument requires gradients.
         """
@@ -204,5 +204,5 @@ class ModelCalls:
         return self._routes[key]
 
     def close(self) -> None:
-        """Stop intercepting calls of the split module. Parameters of other stages stay on the meta device."""
+        """Stop intercepting forward calls of the split module. Parameters of other stages stay on the meta device."""
         self.split.whole.__dict__.pop(CALL, None)

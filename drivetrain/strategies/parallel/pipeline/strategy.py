@@ -46,7 +46,11 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runs a task's steps in two parts: up to the call of the model, and from its output to the loss."""
+    """Runner of a task's training steps, whose calls of the model are computed by all pipeline stages.
+
+    Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
+    pipeline's output, to get the loss.
+    """
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         self._calls, self._place, self._topology = calls, place, topology
@@ -60,7 +64,10 @@ class TrainingWindow:
         self._loss: Tensor | None = None
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward over the micro-batches of one optimizer step."""
+        """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
+
+        Processes without the last stage return None for each micro-batch.
+        """
         # Only the last stage scales losses, but all must hold the same scale, and change it at the same time.
         self._precision.scale(torch.zeros((), device=self._topology.device))
         seeds = self._seeds(len(microbatches))
@@ -82,7 +89,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run the task's step up to the call of the model, and return this call."""
+        """Run a task's step until it calls the split module, and return the arguments and plan of this call."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +107,7 @@ class TrainingWindow:
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run the task's step with the pipeline's output. Returns the step's result and the loss to differentiate."""
+        """Run a task's step with the pipeline's output. Returns the step's result and the loss to differentiate."""
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -117,7 +124,7 @@ class TrainingWindow:
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Store a loss. The schedule runs its backward later."""
+        """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if kwargs:
             raise ConfigurationError(f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -125,7 +132,7 @@ class TrainingWindow:
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
-        """Return a seed per micro-batch, equal on all stages, because random numbers drawn before the model must agree.
+        """Return a seed for each micro-batch, equal on all stages, so that random numbers before the model agree.
 
         They come from a separate generator, so that the data order equals that of one process.
         """
@@ -147,7 +154,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Gradients with a norm over all stages."""
+    """Operations on the gradients of a model that is split over pipeline stages, with norms over all stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -164,7 +171,6 @@ class StagedGradients(ShardedGradients):
                 )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total norm of gradients over all shards and stages. Returns the norm before clipping."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total = self._over_stages(total_norm_over_meshes(gradients, norm_type), norm_type)
         with torch.no_grad():
@@ -172,7 +178,7 @@ class StagedGradients(ShardedGradients):
         return total
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Combine the norm of this process's gradients with those of all stages."""
+        """Return the total norm over all pipeline stages, given the norm of this process's gradients."""
         # In one dtype on all, also on a process without any gradients, which has none to take it from.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
@@ -187,7 +193,7 @@ class StagedGradients(ShardedGradients):
 
 
 class StagedState(ShardedState):
-    """Model and optimizer state over all stages."""
+    """Saving and loading of model and optimizer state that is split over pipeline stages."""
 
     held_as = "parts"
 
@@ -196,21 +202,17 @@ class StagedState(ShardedState):
         self._find = find
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return parameters by canonical name, with those of other stages on the meta device, or full ones."""
         self.reshard(model)
         stages = self._find().stage_state
         return stages.full_state_dict() if full else stages.model_state()
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state over all stages, sharded like the parameters."""
         return self._find().stage_state.optimizer_state(optimizer, super().optimizer(model, optimizer))
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load this process's part of a state dict of any strategy."""
         return super().load_model(model, self._find().stage_state.own_model_state(state), strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load this process's part of an optimizer state of any strategy."""
         super().load_optimizer(model, optimizer, self._find().stage_state.own_optimizer_state(state))
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -218,7 +220,6 @@ class StagedState(ShardedState):
         return elements, trained or self._find().stage_state.is_trained_by_peer(parameter)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free parameters that are currently gathered on this process."""
         split = self._find()
         for module in split.modules:
             super().reshard(module)
@@ -229,14 +230,14 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Module called as `module(step, batch, ...)` like `StepModule`. Only the last stage returns a result."""
+    """Module that runs evaluation steps as `module(step, batch, ...)`. Only the last stage returns a result."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run a step without gradients through all stages."""
+        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -284,13 +285,13 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Moves the modules of one stage to the processes that share it."""
+    """Placer that shards, replicates or compiles the module of one pipeline stage, as the options ask."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard a stage over its processes, or replicate it."""
+        """Shard a stage's parameters over the processes that share the stage, or leave them whole without sharding."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -300,7 +301,7 @@ class StagePlacer:
 
 
 class Pipeline(Strategy):
-    """Pipeline-parallel strategy of one process."""
+    """Strategy that splits a task's model into pipeline stages and runs micro-batches through them."""
 
     name = "parallel"
     schedules_microbatches = True
@@ -333,7 +334,6 @@ class Pipeline(Strategy):
         self.state = StagedState(self, lambda: self._prepared().split)
 
     def setup(self, state: PartialState) -> None:
-        """Set up the strategy. The device mesh is already set up, and the model is restored at the end."""
         state.before_leaving(self._close)
 
     def _close(self) -> None:
@@ -343,7 +343,7 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Split a model into stages, apply tensor parallelism within the stage, and shard the rest."""
+        """Split a model into pipeline stages, split this process's tensor-parallel layers, and shard its parameters."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
@@ -366,7 +366,7 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model into stages. Also returns the `id` of modules whose parameters other stages hold."""
+        """Split a model into stages. Returns the split model and the `id` of each module that only others hold."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
@@ -386,7 +386,7 @@ class Pipeline(Strategy):
         return split, frozenset(id(module) for module in gone)
 
     def _take(self, split: SplitModel) -> None:
-        """Create the schedule after the stages' modules have been sharded and placed."""
+        """Adopt a split model whose stages are already sharded, and create the runner of its training steps."""
         split.put_back()
         split.remember()
         self._calls = ModelCalls(split, self._place.stages.count)
@@ -399,7 +399,6 @@ class Pipeline(Strategy):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split a model. Optimizers keep their groups but step only this process's parameters."""
         slots = slots_of(model)
         placed = self._spread(model, precision, move)
         if optimizers is None:
@@ -413,7 +412,6 @@ class Pipeline(Strategy):
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call. In evaluation, its calls run through all stages."""
         return StagedEvaluation(self._prepared(), self._place, self.topology) if stage == "evaluate" else model
 
     # one optimizer step
@@ -421,18 +419,15 @@ class Pipeline(Strategy):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over the micro-batches of one optimizer step, interleaved over stages."""
         assert self._window is not None
         return self._window.run(step_fn, microbatches)  # type: ignore[return-value]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Store a loss for the schedule, which runs its backward."""
         assert self._window is not None
         self._window.backward(loss, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer after checking that it holds this process's parameters."""
         self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
