@@ -419,7 +419,7 @@ class Layers:
     """Base class for tensor parallelism. It does nothing, and is used if layers are not split."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split a model's layers over tensor-parallel processes in place, but no modules with `id` in `elsewhere`."""
+        """Split a model's tensor-parallel layers in place, except modules whose `id` is in `elsewhere`."""
 
     def begin(self, model: nn.Module) -> None:
         """Share the random state between tensor-parallel processes, and enable the parallel loss, before training."""
