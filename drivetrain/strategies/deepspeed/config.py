@@ -44,7 +44,7 @@ KEYS = (
     "zero3_save_16bit_model",
     "zero_stage",
 )
-# What chooses how DeepSpeed's own launcher finds machines: torch's agent is used here.
+# Keys for DeepSpeed's own launcher, which drivetrain does not use to start processes.
 _LAUNCHER = (
     "deepspeed_exclusion_filter",
     "deepspeed_hostfile",
@@ -124,9 +124,7 @@ def import_deepspeed(kind: str) -> Any:
     require_deepspeed()
     if "deepspeed" not in sys.modules:
         asked = os.environ.get("DS_ACCELERATOR")
-        os.environ["DS_ACCELERATOR"] = (
-            asked or kind
-        )  # else it tries all kinds there are, and takes a GPU if it finds one
+        os.environ["DS_ACCELERATOR"] = asked or kind  # otherwise deepspeed would choose a GPU if it finds one
         try:
             importlib.import_module("deepspeed")
         finally:
@@ -235,11 +233,11 @@ STAGES = (0, 1, 2, 3)
 DEVICES = ("none", "cpu", "nvme")
 
 _BUCKET = 500_000_000  # elements
-# A model of fewer elements is reduced at once. ZeRO-3 has work for each bucket that a small one does not pay for.
+# Smallest buckets: gradients of a smaller model are reduced at once. ZeRO-3 has more overhead for each bucket.
 _SMALL_BUCKET, _SMALL_BUCKET_OF_3 = 2**18, 2**24
 
 _PRECISIONS = {"bf16": "bf16-true", "fp16": "fp16", "torch_autocast": "bf16"}
-# which precision asks for which part of a configuration
+# section of the configuration that each precision enables
 _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
 
 
@@ -305,12 +303,14 @@ def complete(config: Config, known: Known) -> Config:
     Raises `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
     """
     done = copy.deepcopy(config)
+    # First, because the batch sizes depend on the number of accumulation steps.
     _fill_given(done, known)
     _fill_batch(done, known)
     _fill_precision(done, known)
     _fill_zero(done.setdefault("zero_optimization", {}), known)
     _fill_optimizer(done, known)
     _fill_scheduler(done, known)
+    # Otherwise DeepSpeed refuses optimizers that are not on its own lists.
     done.setdefault("zero_allow_untested_optimizer", True)
     done.setdefault("zero_force_ds_cpu_optimizer", False)
     left = sorted(_autos(done))
@@ -361,6 +361,7 @@ def _fill_batch(config: Config, known: Known) -> None:
     """
     micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
     steps = config["gradient_accumulation_steps"]
+    # train_batch_size = train_micro_batch_size_per_gpu x accumulation steps x processes.
     share = steps * known.world_size
     micro = None if micro == AUTO else micro
     whole = None if whole == AUTO else whole
@@ -397,7 +398,7 @@ def _fill_precision(config: Config, known: Known) -> None:
                 'is meant, or "enabled": "auto".',
             )
     if not config["fp16"]["enabled"]:
-        config["fp16"] = {"enabled": False}  # scale options are "auto" even where nothing is scaled
+        config["fp16"] = {"enabled": False}  # its scaling options may be "auto" although nothing is scaled
     autocast = config.get("torch_autocast")
     if autocast is None:
         return
@@ -442,7 +443,7 @@ def _fill_zero(zero: Config, known: Known) -> None:
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
     if known.model is not None:
-        # DeepSpeed allocates it whole on every process, 2 GB by default: as much as it spreads, for a small model.
+        # DeepSpeed allocates a full bucket on every process, 2 GB by default, which can exceed a small model.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in known.model.parameters())
         least = _SMALL_BUCKET_OF_3 if zero.get("stage") == 3 else _SMALL_BUCKET
         zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements, max(least, elements // 32))))

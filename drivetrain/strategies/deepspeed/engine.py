@@ -54,6 +54,7 @@ class Participation:
     def _watch(self) -> None:
         for number, parameter in self._unwatched:
             if parameter.requires_grad:
+                # Torch refuses such a hook on a frozen parameter, which is tried again once it is unfrozen.
                 watched: Any = parameter  # the method has no types
                 self._handles.append(watched.register_post_accumulate_grad_hook(_setter(self._seen, number)))
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
@@ -72,6 +73,7 @@ class Participation:
 
     def unused(self) -> list[nn.Parameter]:
         """End the record of a step, and return the parameters without a gradient on any process. A collective call."""
+        # A gradient on any process is averaged over all, so that the parameter counts as used everywhere.
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
         used = [name for name, flag in zip(self._trained, seen, strict=True) if flag]
@@ -174,7 +176,7 @@ class TrainedModel:
         self._held: dict[int, list[nn.Parameter]] = {}
         for holder, held in self.layout.holders():
             self._held[id(holder)] = held
-        self._settled = self._count() if groups else 0  # between steps; stage 3 puts what it steps in for a moment
+        self._settled = self._count() if groups else 0  # between steps, since stage 3 changes groups during a step
 
     @property
     def is_low_precision(self) -> bool:
@@ -326,6 +328,7 @@ class EngineOptimizer(OptimizerProxy):
         self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
+        # Not set yet, for example while unpickling: looking it up would recurse without end.
         if name == "trained":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -334,7 +337,7 @@ class EngineOptimizer(OptimizerProxy):
         if name in type(self).__dict__ or name in OptimizerProxy.__dict__:
             object.__setattr__(self, name, value)
         else:
-            setattr(self.optimizer, name, value)  # such as what schedulers note about steps
+            setattr(self.optimizer, name, value)  # such as the step counter that schedulers attach
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the engine's accumulated gradients. `set_to_none` has no effect."""
@@ -368,6 +371,7 @@ class _Settled(list[Any]):
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
 
+    # Copies and pickles are ordinary lists, which may be changed.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, ([*self],)
 
@@ -403,6 +407,7 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
+    # A process without gradients must take part in the reduction, too.
     local = torch.zeros((), device=trained.engine.device)
     if gradients:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, norm_type)])
@@ -410,6 +415,7 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
     if not layout.replicated:
         local = reduce(local, "max" if infinite else "sum")
     total = local if infinite else local.pow(1.0 / norm_type)
+    # The stored gradients still contain the loss scale.
     return total / layout.loss_scale
 
 
@@ -475,6 +481,7 @@ class EngineGradients(Gradients):
                 norms.append((trained, own, total_norm(trained, own, norm_type)))
         if not norms:
             return torch.zeros((), device=self._topology.device)
+        # All engines are clipped by one factor, from the norm over all given parameters.
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
         if max_norm != float("inf"):
             for trained, own, _ in norms:
@@ -492,6 +499,7 @@ class EngineGradients(Gradients):
         trained = None if model is None else self._engines.find(model)
         if model is not None and trained is None:
             super().scale(parameters, factor, bound)
+        # Until its window ends, DeepSpeed adds further gradients, so that the factor must wait.
         elif trained is not None and not trained.is_complete:
             trained.pending_scale *= float(factor) if trained.holds_gradients else 1.0
         else:
@@ -529,6 +537,7 @@ def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
 @contextmanager
 def _adding(trained: TrainedModel) -> Iterator[None]:
     parameters = trained.all_trained()
+    # DeepSpeed overwrites finished gradients, so that they are saved and added back.
     before = [gradient.clone() for gradient in trained.layout.gradients(parameters)]
     yield
     after = trained.layout.gradients(parameters)

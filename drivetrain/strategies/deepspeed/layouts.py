@@ -42,7 +42,8 @@ class Layout(ABC):
         self.engine = engine
         self.parameters = parameters
         self.optimizer = engine.optimizer  # DeepSpeed's, or the user's own at stage 0
-        self.inner: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # the one that does the sums
+        # The optimizer that computes the updates. DeepSpeed's only wraps it.
+        self.inner: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
     def loss_scale(self) -> float:
@@ -99,8 +100,8 @@ class Layout(ABC):
             for key, part in self.parts(parameter).items():
                 if key in kept:
                     part.copy_(kept[key])
-                elif not isinstance(self.inner, torch.optim.Rprop):  # whose step sizes do not begin at zero
-                    part.zero_()  # made in this step
+                elif not isinstance(self.inner, torch.optim.Rprop):  # whose step sizes do not start at zero
+                    part.zero_()  # created by this step
 
     def finish_window(self) -> None:
         """Complete offloaded gradients after the last backward pass of an accumulation window."""
@@ -131,7 +132,7 @@ class Layout(ABC):
             state = self.inner.state.get(holder, {})
             tensors = [key for key, value in state.items() if _is_like(value, holder)]
             for parameter in held:
-                # A count of steps of its own for each: optimizers elsewhere count it up in place.
+                # Each gets its own copy of the step count, because torch's optimizers increment the tensor in place.
                 rest = {key: _copied(value) for key, value in state.items() if key not in tensors}
                 found[id(parameter)] = (tensors, rest)
         return found
@@ -147,6 +148,7 @@ class Layout(ABC):
             if not saved:
                 self.inner.state.pop(holder, None)
                 continue
+            # All parameters in `holder` share one state, so that values other than tensors must agree.
             whole = {id(parameter): parameter for parameter in held}
             state: State = {}
             for given in (item for number, item in states.items() if number in whole):
@@ -193,7 +195,7 @@ class PlainLayout(Layout):
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
         for parameter in parameters:
-            parameter.grad = None  # DeepSpeed has made it zero
+            parameter.grad = None  # DeepSpeed has set it to zeros, by which the optimizer would step
         yield
 
     def counts_steps(self, parameter: Parameter) -> bool:
@@ -234,7 +236,7 @@ class FlatLayout(Layout):
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
-        # Stage 1 in bfloat16 with 32-bit accumulation is a class of its own.
+        # Stage 1 in bfloat16 with float32 accumulation has a separate class in DeepSpeed, which keeps full gradients.
         self._keeps_whole = hasattr(self.optimizer, "fp32_groups_flat_partition")
         self.replicated = self.adds_backwards = self._keeps_whole
         self.offloads = bool(getattr(self.optimizer, "cpu_offload", False))
@@ -263,6 +265,7 @@ class FlatLayout(Layout):
         self.optimizer.zero_grad()
         if self._keeps_whole:
             return
+        # The next backward pass must count as the first of a window again, which overwrites instead of adding.
         self.optimizer.micro_step_id = -1
         for name in ("averaged_gradients", "all_grad_tensors"):
             kept = getattr(self.optimizer, name, {})
@@ -274,7 +277,8 @@ class FlatLayout(Layout):
 
     def finish_window(self) -> None:
         if self.offloads:
-            self.optimizer.finalize_gradient_accumulation_boundary()  # else one without a gradient in the last backward
+            # Copies each parameter's accumulated gradient, also if its last backward pass had none.
+            self.optimizer.finalize_gradient_accumulation_boundary()
 
     def finish_step(self) -> None:
         if self.offloads:
@@ -293,6 +297,7 @@ class FlatLayout(Layout):
         return found
 
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
+        # Each process fills in its slice, and the sum over processes joins the slices.
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.engine.device)
         mine = self._slice(parameter, key)
         if mine is not None:
@@ -326,6 +331,7 @@ class PartitionedLayout(Layout):
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
+        # An engine that only evaluates has no such attribute, and no optimizer state.
         self._zero_three = hasattr(self.optimizer, "fp32_partitioned_groups_flat")
         self.offloads = bool(getattr(self.optimizer, "offload_optimizer", False))
 
@@ -354,7 +360,7 @@ class PartitionedLayout(Layout):
 
     def finish_step(self) -> None:
         if self._zero_three:
-            # A parameter's first gradient of a window is added to what is here, unless it comes in the first backward.
+            # Unless it comes in the first backward, a parameter's first gradient of a window is added to this buffer.
             self.optimizer.grad_partitions_flat_buffer.zero_()
             for flat in self.optimizer.fp32_partitioned_groups_flat:
                 if flat.grad is not None:
@@ -363,7 +369,7 @@ class PartitionedLayout(Layout):
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
         part, group = self._part(parameter, None)
         if self.optimizer._swappable_optimizer_subgroup(group):
-            return {}  # on NVMe
+            return {}  # the state is on NVMe
         flat = self.optimizer.fp32_partitioned_groups_flat[group]
         state = self.inner.state.get(flat, {})
         found = {key: self._part(parameter, key)[0] for key, value in state.items() if _is_like(value, flat)}
@@ -374,9 +380,11 @@ class PartitionedLayout(Layout):
         with super().untouched(parameters):
             yield
         for parameter in parameters:
-            if parameter.numel():  # a small one, put together again by the step from what it has changed
+            # The step has rebuilt small parameters, which stay gathered, from the parts that were restored after it.
+            if parameter.numel():
                 parameter.partition()  # type: ignore[attr-defined]
-            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]  # of zero_hpz_partition_size
+            # The secondary copy for zero_hpz_partition_size is stale, too.
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
     def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
         """Return this process's part of a parameter's master weight or state, and the index of its ZeRO sub-group."""
@@ -397,8 +405,9 @@ class PartitionedLayout(Layout):
         optimizer = self.optimizer
         part, group = self._part(parameter, key)
         rank = getattr(parameter, "ds_zero_partition_rank", self.engine.global_rank)
+        # Parts have equal sizes, so that a part's offset follows from the rank.
         mine = value.reshape(-1)[part.numel() * rank : part.numel() * (rank + 1)]
-        part.data.zero_()  # the last part ends with padding, which a whole tensor has not
+        part.data.zero_()  # the last part ends with padding, which a full tensor does not have
         part.data[: mine.numel()].copy_(mine)
         if optimizer._swappable_optimizer_subgroup(group):
             optimizer._optimizer_states_and_gradient_swap_out(group)

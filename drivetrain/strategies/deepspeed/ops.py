@@ -37,7 +37,7 @@ BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
     "async_io": "AsyncIOBuilder",
 }
-# Where it cannot be seen whether a process still holds a lock, one older than any build is taken to be left over.
+# Age in seconds from which a lock counts as stale if it cannot be determined whether a process holds it.
 _LONGEST_BUILD = 3600.0
 
 
@@ -47,6 +47,7 @@ def build_root() -> Path:
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
         return Path(given)
+    # The same name as in `torch.utils.cpp_extension`, which has no public function for it.
     torch = importlib.import_module("torch")
     found = torch.version.cuda or torch.version.hip
     kind = "cpu" if found is None else ("cu" if torch.version.cuda else "rocm") + found.replace(".", "")
@@ -99,9 +100,9 @@ def _is_open(path: Path) -> bool | None:
             if any(os.path.realpath(handle) == wanted for handle in (process / "fd").iterdir()):
                 return True
         except PermissionError:
-            unseen = unseen or process.name != "1"  # which builds nothing, where its files cannot be listed
+            unseen = unseen or process.name != "1"  # process 1 builds nothing
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return None if unseen else False
 
 
@@ -116,7 +117,7 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
         check_locks([SHARED_MEMORY])
     package = importlib.import_module("deepspeed.ops")
     before = package.__dict__.get("__compatible_ops__")
-    # Reading it would try all compilers first.
+    # Set directly, because reading the attribute would probe the compilers for all operators.
     package.__dict__["__compatible_ops__"] = {SHARED_MEMORY: use}
     try:
         yield
@@ -150,7 +151,7 @@ def require_async_io() -> None:
     cause: Exception | None = None
     try:
         possible = builder is not None and builder.is_compatible(verbose=False)
-    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is the cause
+    except Exception as error:  # the search for compilers and libraries may raise anything
         possible, cause = False, error
     if not possible:
         raise ConfigurationError(
@@ -193,6 +194,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
     if not issubclass(own, torch.optim.Adagrad):
         yield
         return
+    # DeepSpeed recognizes Adagrad by its class.
     optimizer.__class__ = _Adagrad
     try:
         yield
@@ -209,6 +211,7 @@ def make_state(layout: Layout) -> None:
     missing = [holder for holder in holders if "sum" not in optimizer.state.get(holder, {})]
     if missing:
         made = torch.optim.Adagrad(missing, **optimizer.defaults).state
+        # The old state belongs to the parameters, which the engine has replaced by its own tensors.
         optimizer.state.clear()
         optimizer.state.update(made)
 
@@ -225,13 +228,13 @@ class DeepSpeedGroup:
         package: The deepspeed package.
     """
 
-    # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
+    # Counted per process, not per run, because DeepSpeed keeps its group in module variables.
     _joined: ClassVar[int] = 0
     _made_group: ClassVar[bool] = False
 
     def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:
         self.package = import_deepspeed(kind)
-        # It asks for this even where it is given everything else, and would search for MPI.
+        # DeepSpeed demands this variable even if the process group exists, and would search for MPI without it.
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -260,7 +263,7 @@ class DeepSpeedGroup:
             groups._WORLD_GROUP = None
         comm: Any = importlib.import_module("deepspeed.comm.comm")
         comm.cdb = None
-        # Else every later engine in this process would reduce as the last one with torch_autocast did.
+        # Otherwise all later engines of this process would reduce gradients as with torch_autocast.
         autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         autocast.TORCH_AUTOCAST_INITIALIZED = False
         if DeepSpeedGroup._made_group and dist.is_initialized():

@@ -33,6 +33,7 @@ class _Inert:
         pass
 
 
+# Classes in DeepSpeed's pickles, each with the harmless class that is loaded in its place. Others are refused.
 _ALLOWED: list[Any] = [
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -74,6 +75,7 @@ class DeepSpeedShards:
         if not self._states:
             return
         count = self._states[0]["partition_count"]
+        # A list has one entry for each parameter group.
         count = max(count) if isinstance(count, list) else count
         if len(self._states) != count or (self.stage == 3 and len(self._models) != count):
             raise CheckpointError(
@@ -85,11 +87,13 @@ class DeepSpeedShards:
         """Return the full parameters and buffers in the checkpoint by name. Floating-point tensors are float32."""
         first = self._models[0]
         found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
+        # Stage 3 stores an empty tensor in place of each partitioned parameter.
         found = {name: value for name, value in found.items() if value.numel() or name in first["buffer_names"]}
         found |= self._frozen()
         if self._states:
             key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
             found |= dict(self._whole_tensors([[*state[key]] for state in self._states]))
+        # Tied parameters are stored under one of their names only.
         for tied, name in (first.get("shared_params") or {}).items():
             found[tied] = found[name]
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
@@ -163,6 +167,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
         for position, (name, shape) in enumerate(group.items()):
             size = math.prod(shape)
             yield name, flat[start : start + size].view(shape)
+            # Parameters may be padded so that each begins at an aligned offset.
             start += size + (paddings[number][position] if paddings else 0)
 
 
@@ -172,6 +177,7 @@ def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str
     for group in shapes:
         for name, shape in group.items():
             size = math.prod(shape)
+            # Rounded up: the part of the last ranks may end with padding, which is cut off.
             part = -(-size // len(flats))
             yield name, torch.cat([flat[start : start + part] for flat in flats])[:size].view(shape)
             start += part
@@ -188,6 +194,7 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> list[Path]:
                 f"{folder} was written under DeepSpeed's own tensor parallelism, which is not read here. Convert it "
                 "with DeepSpeed's ds_to_universal."
             )
+        # Below stage 3, one file without a rank holds the model states of all processes.
         found.append((int(match["rank"] or 0), path))
     if any(folder.glob("*expert_*_states.pt")):
         raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not read here.")

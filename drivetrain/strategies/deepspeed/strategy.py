@@ -50,7 +50,7 @@ from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned
 from drivetrain.strategies.precision import Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
-# Of weights in low precision beside 32-bit ones.
+# Precisions as `mixed_precision` spells them: "bf16" means bfloat16 weights with float32 master weights.
 _ACCELERATE_NAMES = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
 
 
@@ -184,7 +184,7 @@ class DeepSpeed(Configured):
                 see="precision.md",
             )
         if isinstance(precision, Float16Mixed):
-            # The engine scales the loss: only it can see an overflow in gradients that are spread.
+            # The engine scales the loss, because only the engine sees overflows in sharded gradients.
             precision.scaler = torch.amp.GradScaler(kind.autocast_type, enabled=False)
         self._run = options
         for settings in (self.settings, *self._configurations.values()):
@@ -281,8 +281,10 @@ class DeepSpeed(Configured):
         if needs_closure(optimizer):
             _refuse_closure(optimizer)
         self._engines.forget(bare)
+        # Before the engine is built, which replaces the parameters in the optimizer's groups by flat tensors.
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
         groups = _names_of_groups(optimizer, names)
+        # A model from `init_context` is already partitioned, which leaves nothing to convert.
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
             _make_contiguous(bare)
@@ -298,7 +300,7 @@ class DeepSpeed(Configured):
         trained = TrainedModel(engine, bare, groups, self.settings)
         ops.make_state(trained.layout)
         if isinstance(optimizer, DummyOptim):
-            # A learning-rate schedule over the stand-in changes the real one's groups.
+            # A scheduler over the placeholder must change the learning rates of the real optimizer.
             optimizer.param_groups = trained.layout.inner.param_groups
         dummy = standing_in_for(optimizer)
         if dummy is not None:
@@ -310,8 +312,8 @@ class DeepSpeed(Configured):
     def _initialize(self, model: nn.Module, optimizer: Optimizer, bare: nn.Module) -> tuple[Any, Any]:
         known = self._known(optimizer, bare)
         completed = configuration.complete(self.config, known)
-        # Clipping is done here before the engine's step: only so does a norm exist that can be read before it, and are
-        # gradients clipped that were weighed after their backward.
+        # The strategy clips instead, before the engine's step. The norm can then be logged before the step, and
+        # gradients that are weighted after their backward pass are clipped too.
         completed["gradient_clipping"] = 0.0
         arguments: dict[str, Any] = {"optimizer": optimizer}
         if isinstance(optimizer, DummyOptim):
@@ -350,7 +352,7 @@ class DeepSpeed(Configured):
     def view(self, model: nn.Module, stage: View) -> nn.Module:
         if stage != "evaluate":
             return model
-        # Batch statistics differ by each process's own batches; rank 0's are what a checkpoint takes.
+        # Batch statistics differ between processes. All evaluate with those of rank 0, which checkpoints contain.
         broadcast(list(self.unwrap(model).buffers()))
         trained = self._engines.find(model)
         return model if trained is None else trained.engine.module
@@ -369,19 +371,21 @@ class DeepSpeed(Configured):
             raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
+            # Torch reports what is wrong with the loss, or computes gradients that no engine is involved in.
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
+        # Accumulated gradients wait for this factor until the window ends. New gradients get it too, so divide first.
         scale = max((trained.pending_scale for trained in ran if trained.holds_gradients), default=1.0)
         for trained in ran:
             trained.participation.require_known()
             trained.holds_gradients, trained.pending_scale = True, scale
         if scale != 1.0:
             loss = loss / scale
-        engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
+        engine = ran[-1].engine  # hooks on outputs start the other engines that the loss depends on
         unspread = any(trained.settings.stage == 0 for trained in ran)
         if unspread:
-            # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another
-            # tensor.
+            # Stage 0 has a hook on the model's output that would divide by the number of micro-batches once more if the
+            # output itself is the loss. The product is another tensor.
             loss = loss * 1.0
         try:
             with ExitStack() as stack:

@@ -41,8 +41,10 @@ def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool
         if not isinstance(value, Tensor):
             found: Any = value
         elif not isinstance(value, nn.Parameter):
+            # Buffers may differ between processes, and the state has those of rank 0.
             found = broadcast(value.detach().clone())
         else:
+            # Tied parameters have several names, but are gathered only once.
             if id(value) not in seen:
                 seen[id(value)] = _read_parameter(trained, value, masters, holder(number))
             found = seen[id(value)]
@@ -76,7 +78,7 @@ def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}
     _check_shapes({name: own[name] for name in partitioned}, state)
-    # What is partitioned has no shape to load into, so it is left out there.
+    # A partitioned parameter is an empty tensor, into which `load_state_dict` cannot load.
     missing, unexpected = trained.bare.load_state_dict(
         {name: value for name, value in state.items() if name not in partitioned}, strict=False
     )
@@ -114,7 +116,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
     state: State = {}
     for number, (name, parameter) in enumerate(trained.parameters.items()):
         if name in untouched:
-            continue  # it has state only because the flat tensor that it is in has
+            continue  # its part of the flat tensor's state has no meaning yet
         tensors, rest = known.get(id(parameter), ([], {}))
         if tensors or rest:
             whole = {key: _kept(trained.layout.read(parameter, key), holder(number)) for key in tensors}
@@ -157,6 +159,7 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a full tensor to a parameter that ZeRO-3 has partitioned, so that each process stores its part."""
     import deepspeed
 
+    # At the end of the context, rank 0's value is sent to all processes, and each stores its part.
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         parameter.copy_(value)
 
@@ -209,6 +212,7 @@ class ZeroState(ModelState):
         write_optimizer(self._engines.stepped_by(optimizer), state)
 
     def _holds(self, number: int) -> bool:
+        # Round robin, so that no process has to store the whole state.
         return number % self.strategy.topology.environment.world_size == self.strategy.topology.rank
 
 

@@ -134,7 +134,7 @@ def _check_size(name: str, size: Any) -> None:
         raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.")
 
 
-# Of TransformerConfig: what lets layers be spread unevenly over stages.
+# Fields of TransformerConfig that allow stages with different numbers of layers.
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -142,12 +142,12 @@ _UNEVEN = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-# What each of torch's optimizers calls its options, and what OptimizerConfig calls them.
+# Options of torch's optimizers, with their names in OptimizerConfig.
 _ADAM = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
 _SGD = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "sgd_momentum"}
-# Options of these that change what a step computes, and that megatron-core's optimizers do not have.
+# Options that change a step's result and that megatron-core's optimizers lack, with their neutral values.
 _REFUSED = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
-# What megatron-core asserts where a size cannot be shared.
+# Text of megatron-core's assertion about a size that cannot be split evenly.
 _DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
@@ -183,13 +183,13 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
         "params_dtype": low or torch.float32,
         "pipeline_dtype": low or torch.float32,
     }
-    # What the configuration has derived from the sizes and formats that it had before.
+    # TransformerConfig has derived these from its earlier sizes and dtypes, so they must follow the new ones.
     if had.microbatch_group_size_per_vp_stage == had.pipeline_model_parallel_size:
         settings["microbatch_group_size_per_vp_stage"] = options.pipeline_parallel
     if had.autocast_dtype is had.params_dtype:
         settings["autocast_dtype"] = settings["params_dtype"]
     if interleaved:
-        # Batched sends and receives between the same two ranks arrive in another order than they are waited for.
+        # Batched transfers between the same two ranks arrive in another order than the schedule waits for them.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if options.recompute == "selective":
         settings["recompute_granularity"] = "selective"
@@ -315,6 +315,7 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
             "fp16": low is torch.float16,
             "params_dtype": low or torch.float32,
             "use_distributed_optimizer": options.distributed_optimizer,
+            # The strategy clips before the optimizer step.
             "clip_grad": 0.0,
             **options.optimizer,
         }
@@ -363,7 +364,7 @@ def explained() -> Iterator[None]:
 _log = get_logger(__name__)
 
 PREFIX = "megatron_lm_"
-# Its sizes and switches, and what Megatron calls them.
+# Keys for sizes and switches, with the arguments of Megatron that they set.
 _ARGUMENTS = {
     "tp_degree": "tensor_parallel",
     "pp_degree": "pipeline_parallel",
@@ -387,7 +388,7 @@ _TRANSFORMER = {
     "attention_backend": "attention_backend",
 }
 _OPTIMIZER = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
-# What belongs to the task, the data or the loop here, and where.
+# Keys that have no effect, with what decides about them instead.
 _ELSEWHERE = {
     "eod_mask_loss": "the task's loss_func",
     "eval_interval": "Trainer(val_check_interval)",
@@ -427,7 +428,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             _log.warning_once(f"{spelled}={value!r} changes nothing here: that is decided by {_ELSEWHERE[key]}.")
     if not arguments.get("gradient_clipping"):
-        arguments.pop("gradient_clipping", None)  # 0 is no clipping
+        arguments.pop("gradient_clipping", None)  # 0 means no clipping
     return arguments | {name: options for name, options in nested.items() if options}
 
 
@@ -482,6 +483,7 @@ class MegatronGroups:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             self._made_group = True
         self._state: Any = parallel_state
+        # An earlier run in this process may have left its groups.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             options.tensor_parallel,
@@ -493,7 +495,7 @@ class MegatronGroups:
         )
         self._place = place
         self._generator: torch.Generator | None = None
-        # Whose the groups are: a later strategy of this process makes them again.
+        # Marks the owner of the global groups, which a later strategy in this process creates anew.
         PartialState.registry()[_OWNER] = self
 
     @property
@@ -517,10 +519,11 @@ class MegatronGroups:
     def initial_values(self, topology: Topology) -> Iterator[None]:
         """Seed random numbers within the context so that a model's replicas start equal and its shards different."""
         generator = own_generator("megatron")
-        # In a run without a seed processes differ: all follow rank 0, from here on without talking.
+        # Without a seed, processes draw different numbers, so all take rank 0's. Later draws need no communication.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
         self._generator = generator.manual_seed(int(seed))
         with isolated_random_state(devices=topology.kind.name != "cpu"):
+            # The offset of megatron-core's own training script, by which stages draw different values.
             own = int(seed) + 100 * self._place.coordinates()["pp"]
             seed_all_generators(own)
             self._seed_tracker(own)
@@ -535,7 +538,7 @@ class MegatronGroups:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))
         at = self._place.coordinates()
-        # Parts of a layer draw alike or apart as the tracker decides; stages and data shards always apart.
+        # Megatron-core's tracker separates tensor-parallel ranks. Stages and data shards need seeds of their own.
         self._seed_tracker((drawn + 100_003 * at["pp"] + 1_000_003 * at["dp_shard"]) % _LARGEST)
 
     @property

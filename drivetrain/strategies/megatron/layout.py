@@ -21,7 +21,7 @@ Slices = tuple[Any, ...]
 Holder = Callable[[str, list[int]], int]
 
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\Z")
-# Each layer under its own number: the name that it has on one process.
+# Describe each layer under its own number, as a model on one process names it.
 _METADATA = {"non_homogeneous_layers": True}
 
 
@@ -80,6 +80,7 @@ class Layout:
         ]
         self._parts: dict[str, list[tuple[int, Slices]]] = {}
         self._described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        # Exchanged once, so that each process knows where every part of a tensor is.
         for rank, described in enumerate(gather_object([own])):
             for name, shape, dtype, places in described:
                 self._described.setdefault(name, (shape, dtype))
@@ -118,10 +119,11 @@ class Layout:
         own: dict[str, list[Entry]] = {}
         for entry in self.entries:
             own.setdefault(entry.name, []).append(entry)
+        # All ranks go through names and parts in the same order, so that sends and receives match.
         for name in self.names:
             parts, shape = self._parts[name], self._described[name][0]
             keeper = (holder or self.rotating)(name, sorted({owner for owner, _ in parts}))
-            # Copies are read as well: what is spread over processes is put together by all that share it.
+            # Replicas are read too, because `values` may be a collective call of the processes that share the tensor.
             read = [(entry, values(entry)) for entry in own.get(name, [])]
             views = iter([view for entry, value in read if entry.counts for _, view in entry.pieces(value.detach())])
             whole = torch.empty(shape, dtype=dtype(name), device="cpu" if rank == keeper else "meta")
@@ -156,6 +158,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
         if (match := _LAYER.match(path)) and hasattr(module, "layer_number")
     }
     for local, sharded in chunk.sharded_state_dict(metadata=dict(_METADATA)).items():  # type: ignore[operator]
+        # TransformerEngine's extra state is not part of the weights.
         if not isinstance(getattr(sharded, "data", None), Tensor) or local.endswith("_extra_state"):
             continue
         pieces = _pieces(sharded, sharded.data)
@@ -182,6 +185,7 @@ def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
 
 
 def _pieces(sharded: Any, like: Tensor) -> list[Any]:
+    # A factory describes a tensor that is stored as several pieces, such as the halves of a gated layer.
     build = getattr(sharded, "build_fn", None)
     if build is None:
         return [replace(sharded, data=like, dtype=like.dtype)]

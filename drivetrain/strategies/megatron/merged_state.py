@@ -79,7 +79,7 @@ class MergedState(ModelState):
         placed = self._models.require(model)
         around = self._around(placed)
         missing = [name for name in (*placed.layout.names, *around) if name not in state]
-        # What another strategy saved has the layers' extra state, of which they make no use.
+        # Checkpoints of other strategies have extra state of the layers, which is not needed.
         given = [name for name in state if not name.endswith("_extra_state")]
         unexpected = [name for name in given if name not in placed.layout.names and name not in around]
         if strict and (missing or unexpected):
@@ -93,6 +93,7 @@ class MergedState(ModelState):
                 continue
             entry.fill(entry.tensor.detach(), state[entry.name])
             if kept is not None and entry.tensor.dtype is not torch.float32 and kept.is_stepped(entry.tensor):
+                # The float32 master weight is a tensor of its own.
                 kept.write(entry.tensor, None, _local(entry, state[entry.name]))
         placed.owner.load_state_dict({name: state[name] for name in around if name in state}, strict=False)
         return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
@@ -113,6 +114,7 @@ class MergedState(ModelState):
             return named_optimizer_state(self.strategy.unwrap(model), optimizer)
         placed, kept = front.placed, ParameterState(front)
         known: dict[str, bool] = {}
+        # A process without any state takes part in the collective calls below, and so must know all keys.
         for each in gather_object([kept.keys()]):
             known |= each
         state: StateDict = {}
@@ -134,6 +136,7 @@ class MergedState(ModelState):
     def _read_state(self, placed: PlacedModel, kept: ParameterState, key: str) -> dict[str, Tensor]:
         def value(entry: Entry) -> Tensor:
             if not kept.is_stepped(entry.tensor):
+                # Frozen tensors have no state. Their zeros are left out of the result.
                 return torch.zeros_like(entry.tensor, dtype=torch.float32)
             return kept.read(entry.tensor, key)
 
@@ -195,14 +198,14 @@ def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
 # Megatron-core's own checkpoints, through its `dist_checkpointing`
 
 
-# The optimizer's state in the space of the model, so that another number of data shards can read it.
+# Store the optimizer state in the layout of the model, so that other numbers of data shards can load it.
 _NATIVE_METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 _GENERATOR = "generator"
-# What the value that is stepped is called there.
+# Names of a parameter's stepped value in megatron-core's checkpoints.
 _STEPPED = ("param", "fp32_param")
 
 
@@ -212,6 +215,7 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
     if torch.distributed.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
+    # No rank may write before the directory exists.
     torch.distributed.barrier()
     state = _sharded(placed, is_loading=False)
     if groups.generator is not None:
@@ -250,7 +254,7 @@ def _load_optimizer(front: MegatronOptimizerFront, state: dict[Any, Any]) -> Non
     held = [(part, state if len(parts) == 1 else state[number]) for number, part in enumerate(parts)]
     later = []
     for part, own in held:
-        # What torch's optimizers count steps in stands in the way of megatron-core's own loader (0.16.1).
+        # Megatron-core's loader (0.16.1) cannot handle the step counts in the state of torch's optimizers.
         if "param_state" in own and any("step" in values for values in part.optimizer.state.values()):
             parameters = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
             later.append((parameters, own.pop("param_state")))
@@ -262,7 +266,7 @@ def _load_optimizer(front: MegatronOptimizerFront, state: dict[Any, Any]) -> Non
                 kept.write(parameter, None if key in _STEPPED else key, value)
     steps = kept.steps()
     if steps is not None:
-        # Loading has given all parameters one tensor of steps, which each of them would count up (0.16.1).
+        # Loading has given all parameters the same step tensor (0.16.1), which each of them would increment.
         kept.write_steps(steps)
 
 

@@ -70,6 +70,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, dict):
+        # Token ids first, because other tensors, such as attention masks, may have other shapes.
         for key in sorted(batch, key=lambda key: (key not in ("tokens", "input_ids"), str(key))):
             yield from _tensors(batch[key])
     elif isinstance(batch, list | tuple):
@@ -116,7 +117,7 @@ class PlacedModel:
 
         finalize_model_grads(self.wrapped, None, **options)
         if self.config.calculate_per_token_loss:
-            # Megatron-core adds gradients up then, and leaves the average to its own count of tokens.
+            # Megatron-core only sums gradients then, because it would divide them by a number of tokens.
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / chunk.dp_cp_group.size())  # type: ignore[operator]
 
@@ -238,6 +239,7 @@ class Schedule:
         placed.config.finalize_model_grads_func = placed.finalize
         ddp = getattr(placed.wrapped[0], "ddp_config", None)
         if ddp is not None and ddp.overlap_grad_reduce:
+            # Reduction that overlaps with the backward pass must wait for the last micro-batch.
             holds = [chunk.no_sync for chunk in placed.wrapped]
             placed.config.no_sync_func = holds if len(holds) > 1 else holds[0]
         if placed.optimizer is not None and placed.config.fp16:
@@ -259,7 +261,7 @@ class Schedule:
             index, microbatch = next(batches)
             is_last = self._topology.computes_loss and chunk is self._placed.wrapped[-1]
             self._loss = None
-            # A micro-batch that only fills a window up lets nothing count, and goes back from zero.
+            # A dummy micro-batch must leave no trace in the task, and its loss is multiplied by zero.
             step = step_fn if index is not None or not is_last else _probing(step_fn)
             result, handed_over = self._current.step(chunk, is_last, step, microbatch)
             if not is_last:
@@ -280,7 +282,7 @@ class Schedule:
                 num_microbatches=len(padded),
                 seq_length=length,
                 micro_batch_size=rows,
-                # The loss comes weighed and scaled from the engine: the schedule is to leave it as it is.
+                # The loss is already weighted and scaled, and the schedule must not change it.
                 collect_non_loss_data=True,
             )
         finally:
@@ -291,7 +293,7 @@ class Schedule:
         """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
-        # Where stages free what they have handed over, the loss would go with it.
+        # The schedule frees an output after sending it, which must not free the loss.
         self._loss = loss.clone() if self._placed.config.deallocate_pipeline_outputs else loss
 
     def _taken_loss(self) -> Tensor:
@@ -318,13 +320,13 @@ class Schedule:
         shapes = [program.batch_shape(getattr(each, "batch", each)) for each in microbatches]
         uneven = len(set(shapes)) > 1
         if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
-            # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
+            # Both neighbours are the same process then, and the shapes that arrive from it cannot be told apart.
             raise ConfigurationError(
                 f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
                 "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline "
                 "out.",
             )
-        # Then stages also hand over each shape, which takes a message more.
+        # Stages then send the shape of each tensor in an additional message.
         self._placed.config.variable_seq_lengths = uneven
         return shapes[0]
 
@@ -342,6 +344,7 @@ class _EvaluationPass:
 
         placed, topology = self._placed, self._topology
         communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), placed.config)
+        # Every stage has the batch, and knows the shape without receiving it.
         placed.config.variable_seq_lengths = False
         shape = self._handed_over(batch)
         starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
@@ -374,7 +377,7 @@ class Evaluation(nn.Module):
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         super().__init__()
-        # Not as modules of this one: the parts of the model have their place in the task.
+        # A bound method hides the chunks, which must not be registered as submodules of this module, too.
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:

@@ -17,7 +17,7 @@ from drivetrain.strategies.megatron.configuration import MegatronOptions, optimi
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 
 GROUP = "group_index"
-# Of a group of parameters: what megatron-core keeps there for itself.
+# Keys of a parameter group that megatron-core uses internally.
 INTERNAL = (
     GROUP,
     "params",
@@ -122,7 +122,7 @@ def make_optimizer(
     inner = get_megatron_optimizer(
         optimizer_config(optimizer, options, low),
         placed.wrapped,
-        # Its own checkpoints distinguish groups by lr_mult, which nothing else reads.
+        # Megatron-core's checkpoints tell groups apart by `lr_mult`, which nothing else reads.
         config_overrides={matching(index): {GROUP: index, "lr_mult": 1.0 + index} for index in range(len(groups))},
         use_gloo_process_groups=False,
     )
@@ -217,6 +217,7 @@ def _total_norm(front: MegatronOptimizerFront, norm_type: float) -> float:
         return float(front.inner.get_grad_norm())
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
+    # Dense layers and experts are sharded over different groups, so that their norms are combined last.
     norms = [
         float(get_grad_norm_fp32(part.get_main_grads_for_grad_norm(), norm_type, part.get_grad_stats_parallel_group()))
         for part in front.inner.chained_optimizers
@@ -291,6 +292,7 @@ class ParameterState:
         if part is None:
             main = getattr(parameter, "main_param", parameter)
             return Stepped(self._whole[id(main)], main, None)
+        # Another process of the group steps the parameter.
         if parameter not in part.model_param_group_index_map:
             return Stepped(part, None, 0)
         group, order = part.model_param_group_index_map[parameter]
@@ -303,6 +305,7 @@ class ParameterState:
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
                 for key, value in values.items():
+                    # By name, too, because a parameter with one element has the size of a step count.
                     found[key] = isinstance(value, Tensor) and value.numel() == main.numel() and key != "step"
         return found
 
@@ -324,7 +327,7 @@ class ParameterState:
                 continue
             rates = [(group, group["lr"]) for group in part.optimizer.param_groups]
             for group, _ in rates:
-                group["lr"] = 0.0  # what fills the state in is a step, which must not change anything
+                group["lr"] = 0.0  # the state is created by a step, which must not change any weights
             part._init_optimizer_states_with_dummy_values()
             for group, rate in rates:
                 group["lr"] = rate
@@ -346,6 +349,7 @@ class ParameterState:
         if stepped.group is None:
             assert value is not None
             return value.detach().float()
+        # Each process fills in its shard, and the sum over processes joins the shards.
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if value is not None:
             assert stepped.start is not None
@@ -373,6 +377,7 @@ class ParameterState:
             for group in inner.param_groups:
                 if "step" in group:
                     group["step"] = int(steps)
+            # Torch's optimizers keep the count in each parameter's state. SGD has none.
             if type(inner).__module__.startswith("torch.optim") and type(inner) is not torch.optim.SGD:
                 for group in inner.param_groups:
                     for main in group["params"]:

@@ -170,9 +170,9 @@ class Megatron(Strategy):
                 "the two.",
             )
         if isinstance(precision, MixedPrecision):
-            precision.enabled = False  # the weights themselves are low: nothing is left to cast
+            precision.enabled = False  # the weights themselves are in low precision, so autocast is not needed
         if isinstance(precision, Float16Mixed):
-            # Megatron-core's optimizer scales the loss: only it sees an overflow in parts of gradients.
+            # Megatron-core's optimizer scales the loss, because only it sees overflows in gradient shards.
             precision.scaler = torch.amp.GradScaler(self.topology.kind.autocast_type, enabled=False)
         self._precision = precision
 
@@ -239,6 +239,7 @@ class Megatron(Strategy):
                 chunk.config,
                 ddp_config(self.options, low),
                 self._lowered(chunk, precision),
+                # As in megatron-core's own script: the reduction of later chunks overlaps with computation anyway.
                 disable_bucketing=number > 0,
             )
             for number, chunk in enumerate(bare)
@@ -330,6 +331,7 @@ class Megatron(Strategy):
         if self._running is not None:
             self._running.backward(loss)
             return
+        # In a loop of the user's own, no schedule runs backward and reduces gradients.
         trained = [placed for placed in self._models if placed.optimizer is not None]
         if trained and trained[-1].config.fp16:
             loss = trained[-1].optimizer.inner.scale_loss(loss)  # type: ignore[union-attr]

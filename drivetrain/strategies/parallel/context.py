@@ -329,6 +329,7 @@ def attend(
     size = query.size(-2) // len(shard.own_chunks)
     outputs = []
     for number, part in zip(shard.own_chunks, query.chunk(len(shard.own_chunks), -2), strict=True):
+        # A chunk sees all keys up to its own end, and its causal mask is aligned to the last of them.
         seen = (number + 1) * size
         mask = {"is_causal": True} if number == 0 else {"attn_mask": _aligned_to_the_last(size, seen)}
         outputs.append(
@@ -356,6 +357,7 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
             f"Under context parallelism attention got queries placed as {query.placements}; they may be split over "
             f"tensor-parallel processes along their heads (dimension {heads}) only.",
         )
+    # Heads are independent of each other, so that each rank computes attention for its own heads.
     own: list[Any] = [t.to_local() if isinstance(t, DTensor) else t for t in (query, key, value)]
     local = attend(shard, *own, *rest)
     whole: DTensor = DTensor.from_local(local, query.device_mesh, query.placements, run_check=False)

@@ -191,7 +191,7 @@ class Parallel(Strategy, SplitsSequences):
 
     def _make_pipeline(self, state: PartialState, mesh: DeviceMesh | None, stages: DeviceMesh) -> Strategy:
         from drivetrain.strategies.parallel.pipeline.schedule import PipelineGroup, PipelineOptions
-        from drivetrain.strategies.parallel.pipeline.strategy import Pipeline, StagePlacer  # its part of torch is slow
+        from drivetrain.strategies.parallel.pipeline.strategy import Pipeline, StagePlacer  # slow to import
 
         chosen = PipelineOptions.from_arguments(self._stage_options)
         group = PipelineGroup(stages.get_group(), stages.get_local_rank(), chosen.stages_among(stages.size()))
@@ -247,6 +247,7 @@ class Parallel(Strategy, SplitsSequences):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
+        # With a closure, gradients are computed within the step, and there are none to compare yet.
         if closure is None:
             self.layers.check(optimizer)
         return self.inner.optimizer_step(optimizer, precision, closure)

@@ -115,6 +115,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
         if id(match.module) in elsewhere:
             continue
         try:
+            # None: every rank has all values already and keeps its shard of them, without communication.
             parallelize_module(match.module, mesh, match.style, src_data_rank=None)
         except NotImplementedError:
             raise ConfigurationError(
@@ -173,6 +174,7 @@ class _AddUp:
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
     """Return the outermost module in which every pattern of a plan matches, and the submodules that match."""
+    # A plan may have been written for the inner model, whose names lack up to two leading components.
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
         names = dict(root.named_modules())
@@ -233,6 +235,7 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
                     "plan.",
                 )
         if isinstance(match.style, ColwiseParallel):
+            # A projection belongs to an attention module, which has the number of heads.
             parent = match.name.rpartition(".")[0]
             for what, size in _heads(modules[parent]):
                 if size % count:
@@ -327,6 +330,7 @@ class CopyCheck:
         ]
         if not copies:
             return
+        # Norms suffice to detect different gradients, and need one small collective.
         norms = torch.stack([local_part(gradient).detach().float().norm() for _, gradient in copies])
         every = norms.new_empty(self._mesh.size(), len(copies))
         dist.all_gather(list(every.unbind()), norms, group=self._mesh.get_group())
@@ -375,6 +379,7 @@ class LossParallel:
             return
         self._context = loss_parallel()
         self._context.__enter__()
+        # The context has registered handlers for DTensor losses, which are wrapped to use plain ones.
         handlers = _handlers()
         for op in _FORWARD:
             handlers[op] = _with_plain_loss(handlers[op])
@@ -404,6 +409,7 @@ def _with_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
     def backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradient, logits, *rest = args
+        # The gradient of a plain loss is plain, too, but the handler expects a DTensor.
         if not isinstance(gradient, DTensor):
             mesh = logits.device_mesh
             gradient = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -80,6 +80,7 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
 
 def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
     """Return the rank within the pipeline of the process that holds a stage, under the given schedule."""
+    # In a V, every second round passes through the processes in reverse.
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if kind.folded and turn % 2 else place
 
@@ -127,11 +128,13 @@ class ScheduledStage(_PipelineStageBase):
         return self.stage_index_to_group_rank[stage] == self.group_rank
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        # Torch would use the shapes of the first micro-batch for all.
         if self._inputs:
             self._stage_meta.input_grads = tuple(_gradient(meta) for meta in self._inputs[bwd_chunk_id])
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        # The next stage is on this process, and has no gradient for an input that it does not use.
         shapes = self._outputs[mb_index]
         filled = tuple(
             torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
@@ -151,6 +154,7 @@ class ScheduledStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Neighbouring stages on one process need no connection.
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
@@ -161,7 +165,7 @@ def _metas(route: Route, stage: int) -> tuple[Any, ...]:
 
 
 def _meta(tensor: TensorShape) -> Any:
-    # Gradients are asked for wherever there can be some: which parameters are frozen is not known of other processes.
+    # Every floating-point tensor gets a gradient, because other processes' frozen parameters are not known.
     stride = torch.empty(tensor.shape, device="meta").stride()
     return _TensorMeta(torch.Size(tensor.shape), stride, tensor.dtype, tensor.dtype.is_floating_point)
 
@@ -183,6 +187,7 @@ class Scheduler:
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
         """Run forward and backward for the micro-batches of one step, each with its route and keyword arguments."""
         schedule = self._schedule(len(routes))
+        # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
             for stage in self._stages:
                 stage.expect(routes)

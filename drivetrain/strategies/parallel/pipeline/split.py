@@ -63,7 +63,7 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     if not largest or not sizes[largest]:
         raise ConfigurationError(f"{type(model).__name__} has no module with parameters to spread over stages.")
     if 2 * sizes[largest] > _size(model):
-        # A list is never called: the model itself goes through its blocks.
+        # A list is never called itself: the model's own forward calls its blocks.
         return "" if isinstance(model.get_submodule(largest), nn.ModuleList | nn.ModuleDict) else largest
     holders = ", ".join(path for path, size in sizes.items() if size)
     raise ConfigurationError(
@@ -243,6 +243,7 @@ def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
     Returns the indices at which runs 1, 2, ... begin.
     """
     total = len(sizes)
+    # best[end, runs] divides sizes[:end]: the largest run, the sum of squared runs as a tie-breaker, the beginnings.
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
     for runs in range(1, count + 1):
         for end in range(runs, total - (count - runs) + 1):
@@ -334,7 +335,7 @@ class ModelOutline:
         self._layout = layout
         self._device = device
         self._name = type(module).__name__
-        # What is missing has no shape either, so that a model may hold plain tensors besides its parameters.
+        # Allow ordinary tensors too, because a model may have tensors that are neither parameters nor buffers.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._owner_of: dict[int, tuple[int, str]] = {}
         self._skeleton = self._copy(module)
@@ -439,7 +440,7 @@ class _Trace(TorchDispatchMode):
         self._name, self._layout, self._owner_of = name, layout, owner_of
         self._stage = 0
         self._made_in = WeakTensorKeyDictionary()
-        self._drawn = WeakTensorKeyDictionary()  # at random, apart from parameters
+        self._drawn = WeakTensorKeyDictionary()  # random values that do not depend on parameters
         self._open: list[str] = []
         self._calls: dict[str, int] = {}
         self._entries: dict[int, _Entry] = {}
@@ -459,11 +460,13 @@ class _Trace(TorchDispatchMode):
             if id(leaf) in self._owner_of:
                 owner, name = self._owner_of[id(leaf)]
                 self._check_parameter(owner, name)
+                # Later stages do not have this parameter, and cannot compute the value from what they receive.
                 origins.append(_Origin(self._stage, lost=f"was computed from {name} outside of its module"))
             elif leaf in self._made_in:
                 self._use(self._made_in[leaf], f"by {func}")
                 origins.append(self._made_in[leaf])
         output = func(*args, **kwargs)
+        # Arguments that an in-place operation writes to are results as well.
         changed = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if _is_written(a)]
         results = [leaf for leaf in pytree.tree_leaves((output, changed)) if isinstance(leaf, Tensor)]
         for leaf in results if changed else ():
@@ -526,6 +529,7 @@ class _Trace(TorchDispatchMode):
                 raise ConfigurationError(f"{name} receives nothing from the stage before it, so none can begin there.")
             self._entries[stage] = entry
             self._stage = stage
+            # Values of earlier stages enter this one only through received tensors, which have no history.
             fresh = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in entry.received]
             for tensor in fresh:
                 self._made_in[tensor] = _Origin(stage, lost=f"is an argument of {name}")
@@ -559,8 +563,10 @@ class _Trace(TorchDispatchMode):
             number = self._calls[name] = self._calls.get(name, -1) + 1
             shapes = pytree.tree_map_only(Tensor, _shape, output)
             for stage in range(owner + 1, self._layout.count):
+                # A stage replaces an enclosing module of another stage as a whole, and does not call modules within.
                 if not any(self._layout.modules[outer] != stage for outer in self._open):
                     self.route.stand_ins[stage].setdefault(name, []).append(shapes)
+            # Only the outermost module's output is visible to the rest of the model.
             if not self._open:
                 self._record_returned(name, number, owner, output)
 
@@ -610,7 +616,7 @@ class _Trace(TorchDispatchMode):
         return Cut(len(entry.places), tuple(entry.places), tensors, (*returned, *besides))
 
 
-# What these return does not depend on the values that they are given.
+# Operations whose result depends only on the shapes of their arguments.
 _OF_SHAPES_ONLY = {
     *(getattr(torch.ops.aten, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
     *(getattr(torch.ops.aten, f"new_{name}") for name in ("empty", "zeros", "ones", "full")),
@@ -643,6 +649,7 @@ def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) ->
     """Return a key for caching the route of a call: tensor shapes and dtypes, other arguments, and modes."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
+    # Autocast changes the dtypes of the tensors that stages exchange.
     autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return spec, known, training, autocast
 

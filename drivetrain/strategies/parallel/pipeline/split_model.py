@@ -126,6 +126,7 @@ class _Memory:
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
 
+    # A copy of the task has no stages yet, and is split on its own.
     def __reduce__(self) -> Any:
         return _Memory, ()
 

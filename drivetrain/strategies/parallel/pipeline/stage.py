@@ -31,7 +31,7 @@ from drivetrain.strategies.parallel.pipeline.split import (
     signature_of,
 )
 
-# What a module's call runs in place of its hooks and forward; `nn.Module.compile` sets it too.
+# Attribute whose function a module's call runs in place of hooks and forward. `nn.Module.compile` sets it, too.
 CALL = "_compiled_call_impl"
 _MOST_BLANKS = 16
 
@@ -140,6 +140,7 @@ class StageModule(nn.Module):
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
+                # The model's own calls are intercepted, which `_call_impl` bypasses.
                 output = module._call_impl(*inputs[0], **inputs[1])  # type: ignore[no-untyped-call]
         except _Reached as reached:
             return reached.handed_over
@@ -160,6 +161,7 @@ class StageModule(nn.Module):
             replaced.append((module, module.__dict__.get(CALL)))
             module.__dict__[CALL] = call
 
+        # Sharding replaces parameters on this module only, so that the model gets them for each call.
         own = [(*self._slot(name), self._parameters[here]) for here, name in self._loose.items()]
         before = [(module, key, module._parameters[key]) for module, key, _ in own]
         before += [(module, key, module._parameters[key]) for module, key in self._absent]
@@ -176,6 +178,7 @@ class StageModule(nn.Module):
                 cut = route.cuts[self.stage]
                 passed = {key: each for key, each in zip(cut.returned, received, strict=True) if key is not None}
             for name, outputs in route.stand_ins[self.stage].items():
+                # A copy, because `passed` also collects outputs of this stage's own modules below.
                 replace(parts[name], self._stand_in(name, outputs, dict(passed)))
             if self.stage:
                 entry = parts[self.layout.splits[self.stage - 1]]
@@ -187,6 +190,7 @@ class StageModule(nn.Module):
                 replace(parts[self.layout.splits[self.stage]], _exit_of_stage(self._name(), following, passed))
             yield
         finally:
+            # In reverse, because a module may have been replaced twice.
             for module, call in reversed(replaced):
                 if call is None:
                     module.__dict__.pop(CALL, None)
@@ -229,6 +233,7 @@ class StageModule(nn.Module):
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
+            # Tensors created in inference mode could not be used in training.
             with torch.inference_mode(False):
                 self._blanks[like] = torch.zeros(like.shape, dtype=like.dtype, device=self._device)
         return self._blanks[like]
@@ -321,13 +326,13 @@ class StageState:
         self.group = group
         self._rank = dist.get_rank(group)
         prefix = f"{name}." if name else ""
-        # What is outside of the split module is used where losses are computed.
+        # Modules outside the split one are used where losses are computed.
         outside = ranks[-1]
         holders = {prefix + own: ranks[stage] for own, stage in layout.owners.items()}
         parameters = {key for key, _ in bare.named_parameters(remove_duplicate=False)}
         buffers = {key for key, _ in bare.named_buffers(remove_duplicate=False)}
         self._holders = {key: holders.get(key, outside) for key in [*parameters, *buffers]}
-        # A buffer of a module with parameters goes where these are; others are on all, such as tables of positions.
+        # A buffer stays with the parameters of its module. Other buffers, such as position tables, are on all stages.
         self._everywhere = {key for key in buffers if not self._goes_with_parameters(bare, key, prefix, layout)}
         self._groups: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
         self._trained_by_peers: set[int] = set()
@@ -359,7 +364,7 @@ class StageState:
             for key, parameter in module._parameters.items():
                 if parameter is not None and self.is_foreign(prefix + key):
                     if id(parameter) not in stand_ins:
-                        # None of the optimizer's, nor of who looks for what can be trained here.
+                        # Frozen, so that neither the optimizer nor a search for trainable parameters finds it.
                         empty = torch.empty_like(parameter, device="meta")
                         stand_in = stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=False)
                         if parameter.requires_grad:
@@ -439,6 +444,7 @@ class StageState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Gather the full state dict on the CPU of rank 0, tensor by tensor. Other ranks get an empty dict."""
+        # One pipeline contains rank 0, and the others only take part in gathering shards.
         collects = dist.get_global_rank(self.group, 0) == 0
         whole: dict[str, Tensor] = {}
         for name, value in self._bare.state_dict().items():
@@ -541,6 +547,7 @@ class StagedModel:
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()
             output = self._stage(*received, inputs=request, call=Call(*request, route))
         except BaseException:
+            # The next stage would otherwise wait forever.
             link.send_values(_FAILED, ())
             raise
         if not self.is_last:
@@ -582,6 +589,7 @@ class _Link:
         """Send a request to the next stage. None signals that there are no more requests."""
         if self._rank == self._last:
             return
+        # Limits the memory of requests that the next stage has not received yet.
         while len(self._sent) > self._in_flight:
             self._wait(self._sent.popleft())
         self._sent.append([])
@@ -621,7 +629,8 @@ class _Link:
 
     def _send(self, tensor: Tensor) -> None:
         tensor = tensor.detach().to(self._device).contiguous()
-        self._sent[-1].append((dist.isend(tensor, dst=self._rank + 1), tensor))  # it has to live until it has arrived
+        # Stored with its tensor, which must stay alive until it has arrived.
+        self._sent[-1].append((dist.isend(tensor, dst=self._rank + 1), tensor))
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         received = torch.empty(shape, dtype=dtype, device=self._device)

@@ -68,7 +68,7 @@ class TrainingWindow:
 
         Processes without the last stage return None for each micro-batch.
         """
-        # Only the last stage scales losses, but all must hold the same scale, and change it at the same time.
+        # Only the last stage scales losses, but all stages must have the same scale and change it together.
         self._precision.scale(torch.zeros((), device=self._topology.device))
         seeds = self._seeds(len(microbatches))
         calls = [self._probe(step_fn, microbatch, seed) for microbatch, seed in zip(microbatches, seeds, strict=True)]
@@ -96,6 +96,7 @@ class TrainingWindow:
             found.append(self._calls.routed(args, kwargs))
             raise Caught
 
+        # With the seed of the later run, so that both draw the same random numbers before the call.
         with self._calls.answered(catch), self._seeded(seed):
             try:
                 step_fn(microbatch, probe=True)
@@ -120,7 +121,7 @@ class TrainingWindow:
                 "training_step returned a loss, but its backward was not left to the strategy: a task cannot override "
                 "backward() in a pipeline.",
             )
-        # A batch that is left out goes back through all stages as any other, with gradients of zero.
+        # A skipped batch still runs backward through all stages, with gradients of zero.
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -179,7 +180,7 @@ class StagedGradients(ShardedGradients):
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """Return the total norm over all pipeline stages, given the norm of this process's gradients."""
-        # In one dtype on all, also on a process without any gradients, which has none to take it from.
+        # In one dtype on all processes, because one without gradients has no dtype to take from them.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
             dist.all_reduce(power, op=dist.ReduceOp.MAX, group=self._group)
@@ -319,7 +320,7 @@ class Pipeline(Strategy):
     ) -> None:
         kind = place.stages.kind
         if stage_placer.shards and "zero_bubble" in kind.name:
-            # Gradients of weights come late there, past what fully_shard watches (torch 2.13): losses went wrong.
+            # These compute gradients of weights later than fully_shard expects (torch 2.13), which gave wrong losses.
             raise ConfigurationError(
                 f"pp_schedule={kind.name!r} computes the gradients of weights apart, which sharded or replicated "
                 "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'.",
@@ -403,6 +404,7 @@ class Pipeline(Strategy):
         placed = self._spread(model, precision, move)
         if optimizers is None:
             return placed, []
+        # Sharding has replaced parameters that the optimizers still hold.
         self._replaced.follow(slots, optimizers)
         precision.agree_on_overflow(largest_anywhere)
         for optimizer in optimizers:
