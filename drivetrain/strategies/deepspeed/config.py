@@ -278,7 +278,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Settings of the run that fill in `"auto"` values of a DeepSpeed configuration and must not contradict others.
+    """Settings of the run that fill in `"auto"` values of a DeepSpeed configuration and must not contradict it.
 
     Attributes:
         world_size: Number of processes.
@@ -328,7 +328,7 @@ def stage_of(config: Mapping[str, Any]) -> int | None:
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the precision that a DeepSpeed configuration enables, or None if it is not exactly one."""
+    """Return the precision that a DeepSpeed configuration enables, or None if it enables none or several."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
 
@@ -355,7 +355,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in the batch sizes of a DeepSpeed configuration, by which DeepSpeed counts samples.
+    """Fill in the batch sizes of a DeepSpeed configuration, which DeepSpeed uses to count samples.
 
     The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
     """

@@ -72,7 +72,10 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """End the record of a step, and return the parameters without a gradient on any process. A collective call."""
+        """Return the parameters that had no gradient on any process in this step. A collective call.
+
+        The record is then cleared for the next step.
+        """
         # A gradient on any process is averaged over all, so that the parameter counts as used everywhere.
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
@@ -88,9 +91,9 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Warn if parameters missed earlier steps, because the step count that DeepSpeed shares is too high for them.
+        """Warn if any of the named parameters missed earlier steps, since the shared step count is too high for it.
 
-        Raises `ConfigurationError` if they were frozen during those steps.
+        Raises `ConfigurationError` if it was frozen during those steps.
         """
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
@@ -129,7 +132,7 @@ class Participation:
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the names of those of the parameters that belong to the model."""
+    """Return the model's names of the given parameters. Parameters that the model lacks are left out."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 
@@ -184,7 +187,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return the model's trained parameters that are given themselves, or as part of a flat ZeRO tensor."""
+        """Return the model's trained parameters among the given ones. Flat ZeRO tensors count as their parameters."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -280,7 +283,7 @@ class Engines:
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
-        """Record the order of a model's forward pass, so that the next backward pass finds the engines it concerns."""
+        """Record that a model ran a forward pass, so that the next backward pass knows which engines took part."""
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards
@@ -298,7 +301,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """Optimizer that training loops use in place of the user's, and whose step is a step of a DeepSpeed engine.
+    """Optimizer for training loops that steps a DeepSpeed engine. `prepare` returns it for the user's optimizer.
 
     Parameter groups, options and state are those of the optimizer inside the engine.
     """
@@ -513,7 +516,7 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Multiply an engine's gradients by `pending_scale` if their accumulation window is finished."""
+    """Apply a postponed scaling of an engine's gradients if their accumulation window is finished."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0

@@ -122,10 +122,10 @@ class Layout(ABC):
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Return the optimizer state of each parameter that needs no gathering, by the parameter's `id`.
+        """Return, by parameter `id`, the names of its optimizer state tensors and its other optimizer state.
 
-        Each entry has the names of the state tensors, which must be gathered, and a dict of the other values, such as a
-        step count.
+        The tensors must be gathered by name. The other state is a dict of values that each process has, such as a step
+        count.
         """
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
@@ -387,7 +387,7 @@ class PartitionedLayout(Layout):
             parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
     def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
-        """Return this process's part of a parameter's master weight or state, and the index of its ZeRO sub-group."""
+        # The second value is the index of the parameter's sub-group, in which ZeRO-3 swaps state to NVMe.
         found: tuple[Tensor, int] = self.optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=key
         )

@@ -203,7 +203,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create Adagrad's running sums for the tensors that an engine steps. Adagrad itself creates them only once."""
+    """Create Adagrad's running sums for the tensors that an engine steps, as Adagrad does only at construction."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return

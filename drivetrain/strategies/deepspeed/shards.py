@@ -206,7 +206,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Return what `read` makes of a DeepSpeed checkpoint. Raises `CheckpointError` if its content is invalid."""
+    """Return the result of `read` for a DeepSpeed checkpoint. Raises `CheckpointError` if the content is invalid."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -143,7 +143,7 @@ class DeepSpeed(Configured):
 
     @property
     def zero_init(self) -> bool:
-        """True if ZeRO-3 shards the parameters of a model while `init_context` is active, during construction."""
+        """True if ZeRO-3 shards parameters as soon as a model is constructed within `init_context`."""
         return self.settings.zero_init
 
     @property

@@ -205,7 +205,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
 
 
 def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` if a `TransformerConfig` sets another parallel size than the strategy."""
+    """Raise `ConfigurationError` if a `TransformerConfig` sets a parallel size that differs from the strategy's."""
     for name, argument in (
         ("tensor_model_parallel_size", "tensor_parallel"),
         ("pipeline_model_parallel_size", "pipeline_parallel"),
@@ -337,7 +337,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Convert assertion errors of megatron-core about layer sizes, raised within the context, to readable errors."""
+    """Convert megatron-core's assertion errors about layer sizes within the context to `ConfigurationError`."""
     try:
         yield
     except AssertionError as error:
@@ -543,7 +543,7 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random generator of the seed of each optimizer step, or None before a model was built."""
+        """Random generator from which each optimizer step draws a seed, or None before a model was built."""
         return self._generator
 
     @staticmethod

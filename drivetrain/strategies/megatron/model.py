@@ -306,7 +306,7 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches an interleaved schedule needs in addition to `count`, else 0."""
+        """Return how many dummy micro-batches to add to `count`. Interleaved stages need a multiple of the stages."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
@@ -386,7 +386,7 @@ class Evaluation(nn.Module):
 
 
 class MegatronRuntime:
-    """Functions with which a `MegatronTask` builds and runs its model chunks on this process."""
+    """Interface by which a `MegatronTask` builds and runs its model chunks on this process."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]

@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """Optimizer that training loops use: it has the user's options, and steps megatron-core's own optimizer."""
+    """Optimizer for training loops, with the user's parameter groups, that steps megatron-core's optimizer."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -264,7 +264,7 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group over which the stepping of the parameter is split, or None if each process steps all of it."""
+        """Process group whose ranks step parts of the parameter, or None if each process steps all of it."""
         return None if self.start is None else self.part.data_parallel_group
 
 
@@ -300,7 +300,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of the optimizer state, each with True if the state has the size of its parameter."""
+        """Return the names of the state, such as `"exp_avg"`, each with True if it has its parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -371,7 +371,7 @@ class ParameterState:
             stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
 
     def write_steps(self, steps: float) -> None:
-        """Set the step count that the optimizer has for its parameters."""
+        """Set the optimizer's step count for all parameters."""
         for part in self._front.parts:
             inner = part.optimizer
             for group in inner.param_groups:

@@ -54,7 +54,7 @@ MODEL = "model."
 
 
 class Megatron(Strategy):
-    """Tensor, pipeline, sequence, context and expert parallelism with megatron-core's layers.
+    """Strategy for tensor, pipeline, sequence, context and expert parallelism with megatron-core's layers.
 
     The task must be a `MegatronTask`. Processes that the sizes leave over are data-parallel.
 
@@ -178,7 +178,7 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """Functions with which a `MegatronTask` builds and runs its model chunks on this process."""
+        """Interface by which a `MegatronTask` builds and runs its model chunks on this process."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model

@@ -197,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return the attention context for entering, or an empty context if an attention context is already active."""
+        """Return this attention context, or an empty context if an attention context is already active."""
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -494,7 +494,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def let_attention_run_split() -> None:
-    """Register DTensor sharding rules for torch's CPU attention, which has none. Later calls do nothing."""
+    """Register DTensor sharding rules for attention on the CPU, which torch lacks. Later calls do nothing."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

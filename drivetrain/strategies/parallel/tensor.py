@@ -190,7 +190,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """Return the error message for a plan with patterns that match no module, with names that are similar."""
+    """Return the error message for a plan whose patterns match no module, with similar module names."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:

@@ -160,7 +160,6 @@ class ScheduledStage(_PipelineStageBase):
 
 
 def _metas(route: Route, stage: int) -> tuple[Any, ...]:
-    """Return torch's metadata of the tensors that a stage receives. It is empty for the first stage."""
     return tuple(_meta(tensor) for tensor in route.cuts[stage].tensors) if stage else ()
 
 
@@ -332,7 +331,7 @@ class StageRanks:
 
     @property
     def all(self) -> list[int]:
-        """Rank within the pipeline that holds each stage, in the order of the stages."""
+        """Ranks within the pipeline that hold stages 0, 1, 2 and so on, as a list."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property

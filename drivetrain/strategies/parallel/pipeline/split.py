@@ -309,7 +309,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Plan by which pipeline stages run a forward pass on arguments of certain shapes.
+    """Plan by which pipeline stages run a forward pass on arguments of given shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -433,7 +433,7 @@ class _Entry:
 
 
 class _Trace(TorchDispatchMode):
-    """Dispatch mode that records in which pipeline stage each value of a forward was computed, and from what."""
+    """Dispatch mode that records the pipeline stage and the module outputs from which each value was computed."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -646,7 +646,7 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """Return a key for caching the route of a call: tensor shapes and dtypes, other arguments, and modes."""
+    """Return a cache key for the route of a call: tensor shapes and dtypes, other arguments, training mode."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     # Autocast changes the dtypes of the tensors that stages exchange.

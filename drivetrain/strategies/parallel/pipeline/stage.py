@@ -38,7 +38,7 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """Call of the split module by a task's step: the arguments, and how the stages run them.
+    """Arguments of one call of the split module by a task's step, with the plan by which the stages run it.
 
     Attributes:
         args: Positional arguments.
@@ -99,15 +99,15 @@ class StageModule(nn.Module):
         self._register_parts(names)
 
     def _register_parts(self, names: Mapping[str, nn.Module]) -> None:
-        """Register the stage's outermost modules, and its parameters of modules that several stages share."""
         for name, part in names.items():
             outer = [path for path in self.layout.modules if path and name.startswith(f"{path}.")]
             if outer:
-                continue
+                continue  # registered with the module around it
             if name in self.layout.modules:
                 if self.layout.modules[name] == self.stage:
                     self.add_module(_flat(name), part)
                 continue
+            # Several stages run this module, and each registers only its own parameters of it.
             prefix = f"{name}." if name else ""
             for key, parameter in part._parameters.items():
                 if parameter is None:
@@ -208,7 +208,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a replacement for a module of an earlier stage. It returns received values, or zeros where unused."""
+        """Return a function to call in place of an earlier stage's module. It returns received tensors, else zeros."""
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class StageModule(nn.Module):
 
 
 def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a replacement for a stage's first module that puts the received values among its arguments."""
+    """Return a function that calls a stage's first module with received tensors in place of some arguments."""
     own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _kept(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Return a replacement for a module that also stores in `passed` those outputs that later stages use."""
+    """Return a function that calls a module and stores those outputs that later stages use in `passed`."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -271,7 +271,7 @@ def _kept(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """Return a replacement for the next stage's first module that ends the forward with the values to send."""
+    """Return a function to call in place of the next stage's first module. It ends this stage's forward."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -400,7 +400,7 @@ class StageState:
         return state
 
     def _from_holder(self, name: str, value: Tensor) -> Tensor:
-        """Return the value of a buffer that all stages have, broadcast from the stage it is assigned to."""
+        """Return a buffer's value from the stage that owns it, if all stages hold the buffer. A collective call."""
         value = value.detach().clone()
         dist.broadcast(value, group=self.group, group_src=self._holders[name])
         return value

@@ -46,7 +46,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runner of a task's training steps, whose calls of the model are computed by all pipeline stages.
+    """Runner of a task's training steps, in which all pipeline stages together compute the calls of the model.
 
     Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
     pipeline's output, to get the loss.
@@ -179,7 +179,7 @@ class StagedGradients(ShardedGradients):
         return total
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Return the total norm over all pipeline stages, given the norm of this process's gradients."""
+        """Combine this process's gradient norm with those of all pipeline stages. A collective call."""
         # In one dtype on all processes, because one without gradients has no dtype to take from them.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
@@ -286,13 +286,13 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Placer that shards, replicates or compiles the module of one pipeline stage, as the options ask."""
+    """Placer of a pipeline stage's module: it shards parameters, and enables recomputation and compilation."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard a stage's parameters over the processes that share the stage, or leave them whole without sharding."""
+        """Shard a stage's parameters over the processes that share the stage, if the strategy shards at all."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -387,7 +387,6 @@ class Pipeline(Strategy):
         return split, frozenset(id(module) for module in gone)
 
     def _take(self, split: SplitModel) -> None:
-        """Adopt a split model whose stages are already sharded, and create the runner of its training steps."""
         split.put_back()
         split.remember()
         self._calls = ModelCalls(split, self._place.stages.count)
