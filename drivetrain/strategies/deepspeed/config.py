@@ -66,8 +66,8 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     idle = sorted(key for key in _LAUNCHER if given.get(key) not in (None, "", "standard", "pdsh"))
     if idle:
         _log.warning_once(
-            f"{', '.join(idle)}: these choose machines for DeepSpeed's own launcher and mean nothing here; start the "
-            "processes with `drivetrain launch --num_machines ... --machine_rank ...`, or srun."
+            f"{', '.join(idle)} configure DeepSpeed's own launcher, which is not used, and have no effect. Start the "
+            "processes with `drivetrain launch --num_machines ... --machine_rank ...`, or with srun."
         )
     arguments: dict[str, Any] = {}
     if given.get("deepspeed_config_file"):
@@ -135,8 +135,8 @@ def import_deepspeed(kind: str) -> Any:
     found = get_accelerator()._name
     if found != kind:
         raise ConfigurationError(
-            f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import it only after "
-            f"the Trainer or Accelerator is made, or set DS_ACCELERATOR={kind}.",
+            f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import deepspeed "
+            f"only after creating the Trainer or Accelerator, or set DS_ACCELERATOR={kind}.",
         )
     return importlib.import_module("deepspeed")
 
@@ -163,8 +163,8 @@ class DummyOptim(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Raise `ConfigurationError`, because only the optimizer that `prepare` returns for a placeholder can step."""
         raise ConfigurationError(
-            "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
-            "under strategy='deepspeed', and step what prepare returned.",
+            "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
+            "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
         )
 
 
@@ -253,14 +253,14 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
         found = json.loads(source)
     except OSError as error:
         raise ConfigurationError(
-            f"config={text!r} is no DeepSpeed configuration that can be read: {error.strerror}. Give the path of a "
-            "JSON file, or a dict.",
+            f"config={text!r} cannot be read as a DeepSpeed configuration: {error.strerror}. Give the path of a JSON "
+            "file, or a dict.",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"config={text!r} is not JSON: {error}.") from error
+        raise ConfigurationError(f"config={text!r} is not valid JSON: {error}.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(
-            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict."
+            f"config={text!r} contains a {type(found).__name__}, but a DeepSpeed configuration is a dict."
         )
     return _normalised(found)
 
@@ -316,7 +316,7 @@ def complete(config: Config, known: Known) -> Config:
     left = sorted(_autos(done))
     if left:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says 'auto' for {', '.join(left)}, which nothing here decides. Give values.",
+            f"The DeepSpeed configuration has 'auto' for {', '.join(left)}, which cannot be filled in. Set values.",
         )
     return done
 
@@ -346,8 +346,8 @@ def _fill_given(config: Config, known: Known) -> None:
             config[key] = value
         elif value is not None and float(here) != float(value):
             raise ConfigurationError(
-                f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Give the "
-                f'same, or "{key}": "auto".',
+                f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Use the "
+                f'same value, or "{key}": "auto" in the configuration.',
             )
     for key, default in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
         if config.get(key) in (None, AUTO):
@@ -375,7 +375,7 @@ def _fill_batch(config: Config, known: Known) -> None:
     if whole is not None and whole != micro * share:
         raise ConfigurationError(
             f"The DeepSpeed configuration says train_batch_size={whole}, but train_micro_batch_size_per_gpu={micro} x "
-            f"{steps} micro-batches x {known.world_size} processes are {micro * share}.",
+            f"{steps} micro-batches x {known.world_size} processes is {micro * share}. Set only one of the two sizes.",
         )
     config["train_micro_batch_size_per_gpu"], config["train_batch_size"] = micro, micro * share
 
@@ -393,9 +393,9 @@ def _fill_precision(config: Config, known: Known) -> None:
         elif bool(enabled) != (wanted == section):
             raise ConfigurationError(
                 f"The DeepSpeed configuration says {section}.enabled={enabled}, but precision={name!r}. DeepSpeed's "
-                f"{section}, which keeps the weights in {section} beside 32-bit master weights, is "
-                f"precision={meaning!r} here, and precision='bf16' is autocast over 32-bit weights. Give the one that "
-                'is meant, or "enabled": "auto".',
+                f"{section} is precision={meaning!r}: weights in {section} with 32-bit master weights. "
+                "precision='bf16' is autocast with 32-bit weights. Change one of the two, or set "
+                '"enabled": "auto".',
             )
     if not config["fp16"]["enabled"]:
         config["fp16"] = {"enabled": False}  # its scaling options may be "auto" although nothing is scaled
@@ -406,8 +406,8 @@ def _fill_precision(config: Config, known: Known) -> None:
         autocast["enabled"] = name == "bf16"
     if autocast.get("enabled") and name != "bf16":
         raise ConfigurationError(
-            f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
-            "precision='bf16'.",
+            f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Use "
+            "precision='bf16', or disable torch_autocast.",
         )
     if autocast.get("dtype", AUTO) == AUTO:
         autocast["dtype"] = "bfloat16"
@@ -467,15 +467,15 @@ def _fill_optimizer(config: Config, known: Known) -> None:
     if section is None:
         if dummy is not None:
             raise ConfigurationError(
-                "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none. Add an "
-                '"optimizer" section to it, or build an optimizer such as torch.optim.AdamW.',
+                "DummyOptim is a placeholder for the optimizer of the DeepSpeed configuration, which has none. Add "
+                'an "optimizer" section to it, or create an optimizer such as torch.optim.AdamW.',
             )
         return
     if dummy is None:
         raise ConfigurationError(
             f"The DeepSpeed configuration defines the optimizer {section.get('type')!r}, but a "
-            f'{type(known.optimizer).__name__} was built too. Remove the "optimizer" section, or give '
-            "DummyOptim(parameters) in place of the optimizer.",
+            f'{type(known.optimizer).__name__} was created too. Remove the "optimizer" section, or use '
+            "DummyOptim(parameters) instead of the optimizer.",
         )
     options = section.setdefault("params", {})
     given = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
@@ -487,8 +487,8 @@ def _fill_scheduler(config: Config, known: Known) -> None:
     if section is None:
         if dummy is not None and dummy.lr_scheduler_callable is None:
             raise ConfigurationError(
-                "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has none. Add a "
-                '"scheduler" section to it, give lr_scheduler_callable, or build a scheduler.',
+                "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has none. "
+                'Add a "scheduler" section to it, pass lr_scheduler_callable, or create a scheduler.',
             )
         return
     if known.optimizer is None:
@@ -543,7 +543,7 @@ def build_config(
     if found is None:
         found = zero["stage"] = 2
     if found not in STAGES:
-        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.")
+        raise ConfigurationError(f"stage={found!r} is not a ZeRO stage. Allowed: {', '.join(map(str, STAGES))}.")
     for key, value in offload.items():
         _add(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
     for key, value in zero_options.items():
@@ -552,10 +552,10 @@ def build_config(
         _add(config, key, key, value)
     if _device(zero.get("offload_param")) not in ("none", AUTO) and found != 3:
         raise ConfigurationError(
-            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}."
+            f"offload_param needs stage=3, because other stages do not shard parameters, but this is stage {found}."
         )
     if _device(zero.get("offload_optimizer")) not in ("none", AUTO) and found == 0:
-        raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.")
+        raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3, because stage 0 shards nothing.")
     return config, found
 
 
@@ -587,7 +587,7 @@ def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
     here = target.get(key)
     if here not in (None, AUTO) and here != value:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one."
+            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Set only one of the two."
         )
     target[key] = value
 
@@ -608,7 +608,7 @@ def _offload(
         if nvme_path is not None:
             section.setdefault("nvme_path", os.fspath(nvme_path))
         if section.get("nvme_path") is None:
-            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.")
+            raise ConfigurationError(f"{key}='nvme' needs a folder, such as nvme_path='/local_nvme'.")
     return section
 
 

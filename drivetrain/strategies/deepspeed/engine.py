@@ -66,9 +66,9 @@ class Participation:
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
         if found:
             raise ConfigurationError(
-                f"{listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
-                "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, "
-                f"prepare the model with requires_grad=True, or {_ELSEWHERE}.",
+                f"{listed(found)} did not require gradients when the model was prepared, but now requires_grad is "
+                "True. DeepSpeed cannot train additional parameters after prepare. Keep them frozen, set "
+                f"requires_grad=True before prepare, or {_ELSEWHERE}.",
             )
 
     def unused(self) -> list[nn.Parameter]:
@@ -101,17 +101,16 @@ class Participation:
         if not late:
             return
         text = (
-            f"{listed(late)} had no gradient in earlier steps. DeepSpeed keeps one count of steps for all parameters "
-            "of a group, where one process counts each parameter's own, so the optimizer corrects its moments by "
-            "another count."
+            f"{listed(late)} had no gradient in earlier steps. DeepSpeed counts steps for a whole parameter group, and "
+            "plain PyTorch for each parameter, so the optimizer's bias correction differs."
         )
         frozen = [name for name in late if name in self._froze]
         if frozen:
             raise ConfigurationError(
-                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without "
-                f"such a count (SGD), or {_ELSEWHERE}.",
+                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without a "
+                f"step count (SGD), or {_ELSEWHERE}.",
             )
-        _log.warning_once(f"{text} The numbers differ from those of one process; to have the same, {_ELSEWHERE}.")
+        _log.warning_once(f"{text} Results differ from those of a single process. To avoid this, {_ELSEWHERE}.")
 
     @property
     def never_stepped(self) -> set[str]:
@@ -268,7 +267,7 @@ class Engines:
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
-                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer.",
+                f"{type(model).__name__} has no DeepSpeed engine, because it was not prepared with an optimizer.",
             )
         return trained
 
@@ -278,8 +277,8 @@ class Engines:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
         raise ConfigurationError(
-            f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
-            "model, optimizer = accelerator.prepare(model, optimizer).",
+            f"{type(optimizer).__name__} was not prepared together with its model, as DeepSpeed requires: model, "
+            "optimizer = accelerator.prepare(model, optimizer).",
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
@@ -354,17 +353,16 @@ class EngineOptimizer(OptimizerProxy):
         given = param_group["params"]
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
-            f"A parameter group is added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
-            "DeepSpeed settles which parameters it trains when the model is placed. Give the optimizer all groups "
-            'before prepare, or use strategy="ddp" or "fsdp".',
+            f"A parameter group was added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
+            "DeepSpeed cannot train additional parameters after prepare. Give all groups to the optimizer before "
+            'prepare, or use strategy="ddp" or "fsdp".',
         )
 
 
 def _refuse_changed_groups(*_: Any) -> NoReturn:
     raise ConfigurationError(
-        "Parameters were put into the optimizer's param_groups, or taken out of them, after prepare. DeepSpeed settles "
-        "which parameters it trains when the model is placed, and would not see that. Give the optimizer all groups "
-        'before prepare, or use strategy="ddp" or "fsdp".',
+        "Parameters were added to or removed from the optimizer's param_groups after prepare, which DeepSpeed would "
+        'ignore. Give all groups to the optimizer before prepare, or use strategy="ddp" or "fsdp".',
     )
 
 
@@ -531,8 +529,8 @@ def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
         return nullcontext()
     if trained.layout.offloads:
         raise ConfigurationError(
-            f"A second backward through {type(trained.bare).__name__} before its step, which DeepSpeed's stages 1 and "
-            "2 with offload_optimizer cannot add to the first. Add the losses and run one backward, or use stage 3.",
+            f"A second backward through {type(trained.bare).__name__} before its step: DeepSpeed's stages 1 and 2 "
+            "with offload_optimizer cannot add gradients. Add the losses and run one backward, or use stage 3.",
         )
     return _adding(trained)
 
@@ -551,8 +549,8 @@ def _adding(trained: TrainedModel) -> Iterator[None]:
 def _check_norm(configured: float | None, max_norm: float) -> None:
     if configured is not None and max_norm not in (configured, float("inf")):
         raise ConfigurationError(
-            f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Give "
-            "one of the two.",
+            f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Set "
+            "only one of the two.",
         )
 
 

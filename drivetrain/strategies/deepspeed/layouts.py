@@ -158,8 +158,8 @@ class Layout(ABC):
                     else:
                         if key in state and state[key] != value:
                             _log.warning_once(
-                                f"The parameters of a group were saved with several values of {key!r}, of which "
-                                "DeepSpeed keeps one. The numbers differ from those of one process; to have the same, "
+                                f"The parameters of a group were saved with different values of {key!r}, of which "
+                                "DeepSpeed keeps one. Results differ from those of a single process. To avoid this, "
                                 'use strategy="ddp" or "fsdp".'
                             )
                         state[key] = _copied(value)

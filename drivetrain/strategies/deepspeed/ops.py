@@ -68,9 +68,9 @@ def check_locks(names: Sequence[str]) -> None:
         lock = build_root() / name / "lock"
         if is_stale(lock):
             raise ConfigurationError(
-                f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
-                f"for ever. Remove it (rm {lock}) and build it again: "
-                f"python -m drivetrain.strategies.deepspeed.build_ops {name}",
+                f"{lock} was left by an interrupted build of DeepSpeed's {name}, and DeepSpeed would wait for it "
+                f"forever. Delete it (rm {lock}) and build the operator again: python -m "
+                f"drivetrain.strategies.deepspeed.build_ops {name}",
             )
 
 
@@ -136,8 +136,8 @@ def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, A
     if kind == "cpu" and not is_built(name):
         section["params"]["torch_adam"] = True
         _log.warning_once(
-            f"DeepSpeed's {name} is not built, so torch's {section['type']} takes its place: the same sums. To have "
-            f"it, run `python -m drivetrain.strategies.deepspeed.build_ops {name}` once, which takes minutes."
+            f"DeepSpeed's {name} is not compiled, so torch's {section['type']} is used, with the same results. To use "
+            f"DeepSpeed's, run `python -m drivetrain.strategies.deepspeed.build_ops {name}` once, which takes minutes."
         )
     else:
         check_locks([name])
@@ -155,8 +155,8 @@ def require_async_io() -> None:
         possible, cause = False, error
     if not possible:
         raise ConfigurationError(
-            "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be built here: it needs libaio "
-            "(apt install libaio-dev) and a compiler. Offload to the CPU: offload_optimizer='cpu', "
+            "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be compiled on this machine. "
+            "Install libaio (apt install libaio-dev) and a compiler, or offload to the CPU: offload_optimizer='cpu', "
             "offload_param='cpu'.",
         ) from cause
     check_locks(["async_io"])
@@ -169,7 +169,7 @@ def build(name: str, kind: str) -> None:
     check_locks([name])
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
-        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.")
+        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for devices of the kind {kind!r}.")
     builder.load(verbose=False)
 
 
@@ -275,7 +275,7 @@ def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -
     """Raise `ConfigurationError` if the device's index is not the local rank, the only index that DeepSpeed uses."""
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
-            f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "
-            f"{str(device)!r}. Choose devices where the script is started: `drivetrain launch --gpu_ids {device.index}`"
-            ", or an environment variable such as CUDA_VISIBLE_DEVICES.",
+            f"DeepSpeed uses the device with the index of the process's local rank ({environment.local_rank}), not "
+            f"{str(device)!r}. Select devices when you start the script: `drivetrain launch --gpu_ids "
+            f"{device.index}`, or an environment variable such as CUDA_VISIBLE_DEVICES.",
         )

@@ -79,8 +79,8 @@ class DeepSpeedShards:
         count = max(count) if isinstance(count, list) else count
         if len(self._states) != count or (self.stage == 3 and len(self._models) != count):
             raise CheckpointError(
-                f"{folder} is incomplete: it holds the files of {len(self._states)} of the {count} processes "
-                "that wrote it. Copy the missing files there."
+                f"{folder} is incomplete: it holds the files of {len(self._states)} of the {count} processes that "
+                "wrote it. Copy the missing files into it."
             )
 
     def weights(self) -> dict[str, Tensor]:
@@ -110,8 +110,8 @@ class DeepSpeedShards:
         inner = [state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"] for state in self._states]
         if not all(isinstance(one, Mapping) for one in inner):
             raise CheckpointError(
-                f"{self.folder} holds an optimizer that DeepSpeed wrote as an elastic checkpoint, which is not read "
-                "here. Take the weights out: drivetrain merge-weights."
+                f"{self.folder} holds an optimizer in DeepSpeed's elastic format, which is not supported. Export the "
+                "weights instead: drivetrain merge-weights."
             )
         flats = [[one["state"][number] for number in sorted(one["state"])] for one in inner]
         first = flats[0][0] if flats[0] else {}
@@ -154,8 +154,8 @@ class DeepSpeedShards:
         found = self._models[0].get("optimizer")
         if not isinstance(found, Mapping) or "param_groups" not in found:
             raise CheckpointError(
-                f"{self.folder} holds an optimizer of stage 0 in low precision, which is not read here. Take the "
-                "weights out: drivetrain merge-weights."
+                f"{self.folder} holds an optimizer of stage 0 in low precision, which is not supported. Export the "
+                "weights instead: drivetrain merge-weights."
             )
         return dict(found)
 
@@ -191,13 +191,13 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> list[Path]:
             continue
         if int(match["model"]):
             raise CheckpointError(
-                f"{folder} was written under DeepSpeed's own tensor parallelism, which is not read here. Convert it "
+                f"{folder} was written under DeepSpeed's own tensor parallelism, which is not supported. Convert it "
                 "with DeepSpeed's ds_to_universal."
             )
         # Below stage 3, one file without a rank holds the model states of all processes.
         found.append((int(match["rank"] or 0), path))
     if any(folder.glob("*expert_*_states.pt")):
-        raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not read here.")
+        raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not supported.")
     return [path for _, path in sorted(found)]
 
 
@@ -210,4 +210,4 @@ def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} is not as DeepSpeed writes its checkpoints: {error!r}.") from error
+        raise CheckpointError(f"{folder} is not a valid DeepSpeed checkpoint: {error!r}.") from error

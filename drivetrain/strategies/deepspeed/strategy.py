@@ -180,7 +180,7 @@ class DeepSpeed(Configured):
             )
         if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
             raise ConfigurationError(
-                f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'.",
+                f"precision={precision.name!r} is not supported by DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'.",
                 see="precision.md",
             )
         if isinstance(precision, Float16Mixed):
@@ -202,8 +202,8 @@ class DeepSpeed(Configured):
         precision = None if self._run is None else self._run.precision
         if precision is not None and precision.name in ("fp16", "fp16-true") and settings.stage == 0:
             raise ConfigurationError(
-                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
-                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3.",
+                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by the "
+                "loss scale without scaling the loss (DeepSpeed 0.19). Use stage 1, 2 or 3.",
                 see="precision.md",
             )
 
@@ -225,7 +225,7 @@ class DeepSpeed(Configured):
     def add_configuration(self, name: str, other: Strategy) -> None:
         settings = getattr(other, "settings", None)
         if not isinstance(settings, Settings):
-            raise ConfigurationError(f"{name!r} is {other!r}; beside {self!r} only a DeepSpeed can be.")
+            raise ConfigurationError(f"{name!r} is {other!r}, but {self!r} accepts only DeepSpeed configurations.")
         self.check_settings(settings)
         self._configurations[name] = replace(settings, shards_frozen=settings.stage == 3)
         if settings.stage == 3:
@@ -273,9 +273,9 @@ class DeepSpeed(Configured):
             return self._place(model, precision, move), []
         if len(optimizers) > 1:
             raise ConfigurationError(
-                f"DeepSpeed's engine drives one optimizer, but {len(optimizers)} hold parameters of this "
-                f"{type(self.unwrap(model)).__name__}. Give one optimizer several parameter groups, or each optimizer "
-                "a model of its own (Accelerator.prepare), or use another strategy.",
+                f"DeepSpeed supports one optimizer per model, but {len(optimizers)} hold parameters of this "
+                f"{type(self.unwrap(model)).__name__}. Use one optimizer with several parameter groups, give each "
+                "optimizer a model of its own (Accelerator.prepare), or use another strategy.",
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
         if needs_closure(optimizer):
@@ -365,10 +365,10 @@ class DeepSpeed(Configured):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None:
-            refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
+            refuse_several_losses("A DeepSpeed engine runs one backward per step, for all of its parameters.")
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
-            raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
+            raise ConfigurationError(f"DeepSpeed's backward accepts only retain_graph, got {', '.join(unknown)}.")
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
             # Torch reports what is wrong with the loss, or computes gradients that no engine is involved in.
@@ -399,8 +399,8 @@ class DeepSpeed(Configured):
         except RuntimeError as error:
             if unspread and len(ran) > 1:
                 raise ConfigurationError(
-                    "A loss went through several models, whose engines DeepSpeed's stage 0 cannot differentiate "
-                    "together. Use stage 1, 2 or 3, or make them one model.",
+                    "A loss depends on several models, which DeepSpeed's stage 0 cannot differentiate together. Use "
+                    "stage 1, 2 or 3, or combine the models in one module.",
                 ) from error
             raise
 
@@ -461,7 +461,7 @@ class DeepSpeed(Configured):
 
     def _package(self) -> Any:
         if self._group is None:
-            raise ConfigurationError("strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.")
+            raise ConfigurationError("strategy='deepspeed' is not set up yet. Pass it to a Trainer or Accelerator.")
         return self._group.package
 
     def __repr__(self) -> str:
@@ -470,8 +470,8 @@ class DeepSpeed(Configured):
 
 def _refuse_closure(optimizer: Optimizer) -> NoReturn:
     raise ConfigurationError(
-        f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
-        "cannot. Use another optimizer, or another strategy.",
+        f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed does not support. "
+        "Use another optimizer or another strategy.",
     )
 
 
@@ -488,9 +488,9 @@ def _refuse_compiled(model: nn.Module) -> None:
         if hasattr(module, "_orig_mod"):
             inner = type(module._orig_mod).__name__
             raise ConfigurationError(
-                f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, which DeepSpeed's "
-                "stage 3 cannot take apart. Compile in place (model.compile()), after prepare, or by "
-                "Accelerator(dynamo_backend=...), Trainer(compile=...); or use stage 1 or 2.",
+                f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, so that "
+                "DeepSpeed's stage 3 cannot partition it. Compile it in place with model.compile(), after prepare, "
+                "or with Accelerator(dynamo_backend=...) or Trainer(compile=...). Stages 1 and 2 have no such limit.",
             )
 
 
@@ -505,7 +505,7 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
         found = "; ".join(f"{dtype}: {listed(own, 4)}" for dtype, own in by_dtype.items())
         raise ConfigurationError(
             f"DeepSpeed trains parameters of one dtype, but the optimizer holds {found}. Convert them to one dtype "
-            "before prepare, such as parameter.data = parameter.data.float(), choose precision='bf16-true', or use "
+            "before prepare (parameter.data = parameter.data.float()), or use precision='bf16-true' or "
             'strategy="ddp".',
             see="precision.md",
         )
@@ -517,8 +517,8 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
             raise ConfigurationError(
-                f"All parameters of the optimizer's group {number} are frozen ({held}), and ZeRO needs a trained one "
-                'in each. Leave the group out, or use strategy="ddp" or "fsdp".',
+                f"All parameters in the optimizer's group {number} are frozen ({held}), but ZeRO needs a trained one "
+                'in each group. Remove the group, or use strategy="ddp" or "fsdp".',
             )
 
 
@@ -532,8 +532,8 @@ def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[lis
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds a parameter that is not the prepared model's; DeepSpeed's "
-                    "engine steps the parameters of one model.",
+                    f"{type(optimizer).__name__} holds a parameter that does not belong to the prepared model. "
+                    "DeepSpeed steps the parameters of one model only.",
                 )
         if group["params"]:
             groups.append([names[id(parameter)] for parameter in group["params"]])

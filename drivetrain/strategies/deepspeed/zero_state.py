@@ -85,7 +85,7 @@ def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any
     missing = [name for name in missing if name not in state or name not in partitioned]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"The weights are not those of {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, not expected "
+            f"The weights do not fit {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, unexpected "
             f"{sorted(unexpected)[:8]}."
         )
     done: set[int] = set()
@@ -104,8 +104,8 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
     for name, parameter in parameters.items():
         if name in state and tuple(state[name].shape) != tuple(parameter.ds_shape):
             raise CheckpointError(
-                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but "
-                f"{tuple(parameter.ds_shape)} here."
+                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but {tuple(parameter.ds_shape)} "
+                "in the model."
             )
 
 
@@ -195,8 +195,8 @@ class ZeroState(ModelState):
         if self._engines.find(model) is None:
             return super().parameters_in_place(model)
         raise ConfigurationError(
-            "DeepSpeed keeps the weights that it trains in its engine, so they cannot be changed in place during a "
-            'run. Use strategy="fsdp" to shard the model, or "ddp".',
+            "DeepSpeed keeps the trained weights in its engine, so they cannot be changed in place during a run. Use "
+            'strategy="fsdp" to shard the model, or "ddp".',
         )
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
@@ -237,9 +237,9 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
     written = len(list(folder.glob(_OPTIMIZER)))
     if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
         raise CheckpointError(
-            f"{folder} was written by {written} processes, and DeepSpeed reads its own checkpoints on as many only, "
-            f"but here are {world_size}. Save with Accelerator.save_state or a Trainer's checkpoints, which any number "
-            "reads, or take the weights out: drivetrain merge-weights."
+            f"{folder} was written by {written} processes, but this run has {world_size}. DeepSpeed loads its own "
+            "checkpoints only with the same number. Use Accelerator.save_state or a Trainer's checkpoints, which "
+            "load with any number, or export the weights: drivetrain merge-weights."
         )
     path, _ = trained.engine.load_checkpoint(os.fspath(directory), tag=folder.name)
     if path is None:

@@ -55,18 +55,18 @@ class MegatronOptions:
                 _check_size(name, getattr(self, name))
         if (self.virtual_pipeline or 1) > 1 and self.pipeline_parallel == 1:
             raise ConfigurationError(
-                f"virtual_pipeline={self.virtual_pipeline} interleaves the stages of a pipeline, but "
-                "pipeline_parallel=1. Set pipeline_parallel to 2 or more, or leave virtual_pipeline out.",
+                f"virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages, but pipeline_parallel=1. Set "
+                "pipeline_parallel to 2 or more, or remove virtual_pipeline.",
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigurationError(
                 "sequence_parallel=True shards activations over tensor-parallel processes, but tensor_parallel=1. "
-                "Set tensor_parallel to 2 or more, or leave sequence_parallel out.",
+                "Set tensor_parallel to 2 or more, or remove sequence_parallel.",
             )
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise ConfigurationError(
-                f"recompute={self.recompute!r}: allowed are None, 'selective' (attention only) and 'full' (whole "
-                f"layers).{nearest(str(self.recompute), RECOMPUTE)}",
+                f"recompute={self.recompute!r} is not supported. Allowed: None, 'selective' (attention only) and "
+                f"'full' (whole layers).{nearest(str(self.recompute), RECOMPUTE)}",
             )
 
     @property
@@ -83,7 +83,7 @@ class MegatronOptions:
         if world_size % needed:
             raise ConfigurationError(
                 f"{self.asked} needs a multiple of {needed} processes, but there are {world_size}. Start "
-                f"{_near_multiples(world_size, needed)}, or choose sizes whose product is one of "
+                f"{_near_multiples(world_size, needed)} processes, or choose sizes whose product is "
                 f"{_listed(factors(world_size))}.",
             )
         data = world_size // needed
@@ -92,7 +92,7 @@ class MegatronOptions:
         if per_stage % (self.expert_parallel * expert_tensor):
             raise ConfigurationError(
                 f"expert_parallel={self.expert_parallel} with {expert_tensor} tensor-parallel processes for each "
-                f"expert does not fit the {per_stage} processes of a pipeline stage. expert_parallel can be "
+                f"expert does not fit the {per_stage} processes of a pipeline stage. Set expert_parallel to "
                 f"{_listed(factors(per_stage // expert_tensor))}.",
             )
         sizes = MeshSizes(dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
@@ -115,8 +115,8 @@ def check_fits(what: str, size: int, argument: str, parts: int) -> None:
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
-            f"{what}={size} is no multiple of {argument}, {parts}. {argument} can be {_listed(fits)}; or set {what} to "
-            f"{_near_multiples(size, parts)}.",
+            f"{what}={size} is not a multiple of {argument}, {parts}. {argument} can be {_listed(fits)}, or set "
+            f"{what} to {_near_multiples(size, parts)}.",
         )
 
 
@@ -215,8 +215,8 @@ def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
         given = getattr(config, name)
         if given not in (1, None, settings[name]):
             raise ConfigurationError(
-                f"TransformerConfig({name}={given}) contradicts the strategy's {argument}={settings[name]}. Leave it "
-                "out of the TransformerConfig: the strategy fills it in.",
+                f"TransformerConfig({name}={given}) contradicts the strategy's {argument}={settings[name]}. Remove it "
+                "from the TransformerConfig, because the strategy sets it.",
             )
 
 
@@ -234,8 +234,8 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
         check_fits("num_moe_experts", config.num_moe_experts, "expert_parallel", options.expert_parallel)
     elif options.expert_parallel > 1:
         raise ConfigurationError(
-            f"expert_parallel={options.expert_parallel} spreads experts over processes, but TransformerConfig has no "
-            "num_moe_experts. Set it, or leave expert_parallel out.",
+            f"expert_parallel={options.expert_parallel} distributes experts over processes, but TransformerConfig has "
+            "no num_moe_experts. Set it, or remove expert_parallel.",
         )
 
 
@@ -244,9 +244,9 @@ def _refuse_losses_beside(config: Any) -> None:
     beside = [name for name in ("num_moe_experts", "mtp_num_layers") if getattr(config, name, None)]
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
-            f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True): the losses that such layers add "
-            "within the model are not weighed per token. Set calculate_per_token_loss=False, which averages each "
-            "micro-batch.",
+            f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True) is not supported, because the "
+            "auxiliary losses of these layers are not weighted per token. Set calculate_per_token_loss=False, which "
+            "averages each micro-batch.",
         )
 
 
@@ -256,8 +256,8 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
         if name not in allowed:
             kind = known.__name__ if isinstance(known, type) else type(known).__name__
             raise ConfigurationError(
-                f"Megatron({argument}=...) names {name!r}, which {kind} of megatron-core does not have."
-                f"{nearest(name, allowed)}",
+                f"Megatron({argument}=...) contains {name!r}, which is not a field of megatron-core's "
+                f"{kind}.{nearest(name, allowed)}",
             )
 
 
@@ -286,8 +286,8 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
     for name, neutral in _REFUSED.items():
         if defaults.get(name, neutral) != neutral:
             raise ConfigurationError(
-                f"{type(optimizer).__name__}({name}={defaults[name]!r}): megatron-core's optimizers have no {name}. "
-                "Leave it out, or use another strategy.",
+                f"{type(optimizer).__name__}({name}={defaults[name]!r}) is not supported, because megatron-core's "
+                f"optimizers have no {name}. Remove it, or use another strategy.",
             )
     if type(optimizer) in (Adam, AdamW):
         names = _ADAM
@@ -301,9 +301,9 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
         names, chosen = _SGD, {"optimizer": "sgd"}
     else:
         raise ConfigurationError(
-            f"strategy='megatron' steps with megatron-core's own Adam, AdamW and SGD, not with "
-            f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(): its options "
-            "and its learning-rate schedule are taken.",
+            "strategy='megatron' steps with megatron-core's own AdamW, Adam or SGD, not with "
+            f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(). Its options "
+            "and learning-rate schedule are used.",
         )
     if options.distributed_optimizer:
         _check_distributed(optimizer)
@@ -329,8 +329,8 @@ def _check_distributed(optimizer: Optimizer) -> None:
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
     if type(optimizer) not in adam:
         raise ConfigurationError(
-            f"Megatron(distributed_optimizer=True) cannot spread the state of {type(optimizer).__name__}: "
-            "megatron-core does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
+            f"Megatron(distributed_optimizer=True) cannot shard the state of {type(optimizer).__name__}. "
+            "Megatron-core supports AdamW, and with TransformerEngine or Apex also Adam. Use torch.optim.AdamW, or "
             "Megatron(distributed_optimizer=False).",
         )
 
@@ -343,18 +343,18 @@ def explained() -> Iterator[None]:
     except AssertionError as error:
         if "sequence parallel not supported" in str(error):
             raise ConfigurationError(
-                "sequence_parallel=True needs norms that sum their gradients over the parts of a sequence: those of "
-                "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or "
-                "leave sequence_parallel out.",
+                "sequence_parallel=True needs norm layers that sum their gradients over the parts of a sequence. "
+                "Install TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or Apex, which have such "
+                "layers, or remove sequence_parallel.",
             ) from error
         found = _DIVISIBILITY.search(str(error))
         if found is None:
             raise
         size, parts = int(found[1]), int(found[2])
         raise ConfigurationError(
-            f"model_provider built a layer of size {size}, such as vocab_size, which is no multiple of "
+            f"model_provider created a layer of size {size}, such as vocab_size, which is not a multiple of "
             f"tensor_parallel={parts}. Pad it to {-(-size // parts) * parts}, or choose a tensor_parallel that "
-            f"{size} is a multiple of.",
+            f"divides {size}.",
         ) from error
 
 
@@ -426,7 +426,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
         elif key == _RECOMPUTE:
             arguments["recompute"] = "selective" if value else None
         else:
-            _log.warning_once(f"{spelled}={value!r} changes nothing here: that is decided by {_ELSEWHERE[key]}.")
+            _log.warning_once(f"{spelled}={value!r} has no effect, because this is decided by {_ELSEWHERE[key]}.")
     if not arguments.get("gradient_clipping"):
         arguments.pop("gradient_clipping", None)  # 0 means no clipping
     return arguments | {name: options for name, options in nested.items() if options}
@@ -454,12 +454,12 @@ def require_device(device: torch.device) -> None:
         made = torch.empty(0, device="cuda").device.type
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
-            f"strategy='megatron' needs CUDA GPUs: megatron-core makes its tensors there, and here is none ({error}). "
-            "Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
+            "strategy='megatron' needs CUDA GPUs, where megatron-core allocates its tensors, but none was found "
+            f"({error}). Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
         ) from None
     if made != device.type:
         raise ConfigurationError(
-            f"strategy='megatron' computes on {made!r}, where megatron-core makes its tensors, but this run is on "
+            f"strategy='megatron' runs on {made!r}, where megatron-core allocates its tensors, but this run is on "
             f"{device.type!r}. Use accelerator='cuda', or strategy=Parallel(tp=..., pp=...).",
         )
 

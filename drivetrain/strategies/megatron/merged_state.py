@@ -39,8 +39,8 @@ class MergedState(ModelState):
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Raise `ConfigurationError`, because megatron-core's master weights would overwrite changes."""
         raise ConfigurationError(
-            "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
-            'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
+            "Megatron-core keeps the trained weights in its optimizer, so they cannot be changed in place during a "
+            'run. Use strategy="fsdp" or Parallel to shard the model.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
@@ -84,7 +84,7 @@ class MergedState(ModelState):
         unexpected = [name for name in given if name not in placed.layout.names and name not in around]
         if strict and (missing or unexpected):
             raise CheckpointError(
-                f"The weights are not those of {type(placed.owner).__name__}: missing {missing[:8]}, not expected "
+                f"The weights do not fit {type(placed.owner).__name__}: missing {missing[:8]}, unexpected "
                 f"{unexpected[:8]}."
             )
         kept = None if placed.optimizer is None else ParameterState(placed.optimizer)
@@ -232,8 +232,8 @@ def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):
         raise CheckpointError(
-            f"{os.fspath(directory)} holds no checkpoint of megatron-core's dist_checkpointing. Give the directory "
-            "that save_native wrote; for checkpoints of a Trainer, use Trainer.fit(resume=...)."
+            f"{os.fspath(directory)} holds no checkpoint in megatron-core's own format. Give the directory that "
+            "save_native wrote. For checkpoints of a Trainer, use Trainer.fit(resume=...)."
         )
     state: dict[str, Any] = dist_checkpointing.load(_sharded(placed, is_loading=True), os.fspath(directory))
     for number, chunk in enumerate(placed.bare):

@@ -61,8 +61,8 @@ def shape_of(batch: Any) -> tuple[int, int]:
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
     raise ConfigurationError(
-        "No tensor of rows and columns was found in the batch, whose shape the stages of a pipeline hand over. "
-        "Override MegatronTask.batch_shape(batch), which returns (rows, length).",
+        "The batch has no tensor with two dimensions, from which pipeline stages derive the shapes they exchange. "
+        "Override MegatronTask.batch_shape(batch) to return (rows, length).",
     )
 
 
@@ -103,7 +103,7 @@ class PlacedModel:
         """Task to which the model belongs. Raises `ConfigurationError` if it is not a `MegatronTask`."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
-                f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule.",
+                f"{type(self.owner).__name__} is not a MegatronTask, whose forward_step a schedule calls.",
                 see="megatron.md",
             )
         return self.owner
@@ -201,7 +201,7 @@ class CurrentChunk:
         """
         if self.chunk is None:
             raise ConfigurationError(
-                f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
+                f"{type(program).__name__} runs its model outside of a step. Run it within training_step, "
                 "validation_step, test_step or predict_step, under Trainer(strategy='megatron').",
             )
         output, loss_function = program.forward_step(iter((batch,)), self.chunk)
@@ -221,8 +221,8 @@ class CurrentChunk:
         finally:
             self.chunk = None
         raise ConfigurationError(
-            "The step returned without having run the model, whose parts on other processes wait for each other. Call "
-            "super().training_step(batch, batch_idx), or self.run_model(batch).",
+            "The step returned without running the model, while its parts on other processes wait for each other. "
+            "Call super().training_step(batch, batch_idx), or self.run_model(batch).",
         )
 
 
@@ -292,7 +292,7 @@ class Schedule:
     def backward(self, loss: Tensor) -> None:
         """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if loss.numel() != 1 or not loss.requires_grad:
-            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
+            raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         # The schedule frees an output after sending it, which must not free the loss.
         self._loss = loss.clone() if self._placed.config.deallocate_pipeline_outputs else loss
 
@@ -300,8 +300,8 @@ class Schedule:
         loss, self._loss = self._loss, None
         if loss is None:
             raise ConfigurationError(
-                f"{type(self._placed.owner).__name__}.training_step returned no loss, but the schedule goes back "
-                "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0.",
+                f"{type(self._placed.owner).__name__}.training_step returned no loss, but a pipeline schedule runs "
+                "backward for every micro-batch. To leave a micro-batch out, return a loss of zero, such as loss * 0.",
             )
         return loss
 
@@ -322,9 +322,8 @@ class Schedule:
         if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
             # Both neighbours are the same process then, and the shapes that arrive from it cannot be told apart.
             raise ConfigurationError(
-                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
-                "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline "
-                "out.",
+                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline with two "
+                "stages needs equal shapes. Use DataLoader(drop_last=True), pad batches, or remove virtual_pipeline.",
             )
         # Stages then send the shape of each tensor in an additional message.
         self._placed.config.variable_seq_lengths = uneven
@@ -401,8 +400,8 @@ class MegatronRuntime:
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(
-                f"The loss function returned {type(result).__name__}. Return (loss, report) with a mean, or (loss, "
-                "num_tokens, report) with a sum, as megatron-core's schedules take them.",
+                f"The loss function returned {type(result).__name__}. It must return (loss, report) with a mean loss, "
+                "or (loss, num_tokens, report) with a summed loss, as for megatron-core's schedules.",
                 see="megatron.md",
             )
         if len(result) == 2:

@@ -45,7 +45,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @state.setter
     def state(self, state: Any) -> None:
-        raise TypeError("Megatron-core keeps the state; load it with strategy.state.load_optimizer.")
+        raise TypeError("The optimizer state is held by megatron-core. Load it with strategy.state.load_optimizer.")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "placed", "inner"):
@@ -80,8 +80,8 @@ class MegatronOptimizerFront(OptimizerProxy):
         """Step the optimizer. Returns False if a gradient overflowed and the step was skipped."""
         if closure is not None:
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
-                "forward and backward. Leave it out.",
+                f"{type(self.optimizer).__name__} under strategy='megatron' accepts no closure, because the schedule "
+                "runs forward and backward. Call step without it.",
             )
         overflowed = self.prepare_gradients()
         self.follow_options()
@@ -138,14 +138,14 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
     left_out = [n for chunk in chunks for n, p in chunk.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} leaves out {len(left_out)} parameters that take gradients, such as "
-            f"{left_out[0]}, but megatron-core steps all of a model. Freeze them (requires_grad_(False)), or give them "
-            "to the optimizer, in a group with lr=0.",
+            f"{type(optimizer).__name__} leaves out {len(left_out)} trainable parameters, such as {left_out[0]}, but "
+            "megatron-core steps all of a model. Freeze them (requires_grad_(False)), or add them to the optimizer "
+            "in a group with lr=0.",
         )
     if not held <= own.keys():
         raise ConfigurationError(
-            f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core "
-            "does not step. Build them within the model.",
+            f"{type(optimizer).__name__} holds parameters that model_provider did not create, which megatron-core "
+            "does not step. Create them within the model.",
         )
 
 
@@ -172,8 +172,8 @@ class BufferedGradients(Gradients):
             return torch.zeros((), device=self._topology.device)
         if self._clipping is not None and max_norm not in (self._clipping, float("inf")):
             raise ConfigurationError(
-                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
-                "Give one of the two.",
+                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. Set "
+                "only one of the two.",
             )
         front.prepare_gradients()
         total = _total_norm(front, norm_type)

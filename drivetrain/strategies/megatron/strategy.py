@@ -158,16 +158,16 @@ class Megatron(Strategy):
         precision = options.precision
         if precision.name not in _PRECISIONS:
             raise ConfigurationError(
-                f"precision={precision.name!r} cannot run under strategy='megatron', which keeps 32-bit master weights "
-                "beside low ones. Use '32', 'bf16' or 'fp16'; for 8 bits, Megatron(transformer={'fp8': 'hybrid'}) with "
-                "TransformerEngine's layers.",
+                f"precision={precision.name!r} cannot run under strategy='megatron', which uses low-precision weights "
+                "with 32-bit master weights. Use '32', 'bf16' or 'fp16'. For FP8, use Megatron(transformer={'fp8': "
+                "'hybrid'}) with TransformerEngine's layers.",
                 see="precision.md",
             )
         steps, own = options.gradient_accumulation_steps, self.options.gradient_accumulation_steps
         if own is not None and steps.value != own:
             raise ConfigurationError(
-                f"Megatron(gradient_accumulation_steps={own}) contradicts {steps.argument}={steps.value}. Give one of "
-                "the two.",
+                f"Megatron(gradient_accumulation_steps={own}) contradicts {steps.argument}={steps.value}. Set only "
+                "one of the two.",
             )
         if isinstance(precision, MixedPrecision):
             precision.enabled = False  # the weights themselves are in low precision, so autocast is not needed
@@ -259,30 +259,30 @@ class Megatron(Strategy):
         if isinstance(model, StepModule):
             if not isinstance(bare, MegatronProgram):
                 raise ConfigurationError(
-                    f"{type(bare).__name__} is not a MegatronTask: strategy='megatron' runs models that are built from "
-                    "megatron-core's layers. Subclass drivetrain.MegatronTask, which has a model_provider and a "
-                    "forward_step; or use strategy=Parallel(tp=..., pp=...), which splits any model.",
+                    f"{type(bare).__name__} is not a MegatronTask, but strategy='megatron' runs models that are built "
+                    "from megatron-core's layers. Subclass drivetrain.MegatronTask, with a model_provider and a "
+                    "forward_step, or use strategy=Parallel(tp=..., pp=...), which splits any model.",
                     see="megatron.md",
                 )
             return bare.chunks
         if isinstance(bare, MegatronProgram):
             raise ConfigurationError(
-                f"{type(bare).__name__} is a MegatronTask, whose steps a Trainer runs: megatron-core's schedule calls "
-                "its forward_step, and runs the backward by itself, which a loop with accelerator.backward(loss) "
-                "cannot share with it. Use Trainer(accelerator=accelerator).fit(task, loader), or prepare the model "
-                "that its model_provider builds under accelerator.init_context().",
+                f"{type(bare).__name__} is a MegatronTask, whose steps need a Trainer: megatron-core's schedule runs "
+                "forward and backward itself, so that a loop cannot call accelerator.backward(loss). Use "
+                "Trainer(accelerator=accelerator).fit(task, loader), or prepare the model that its model_provider "
+                "builds under accelerator.init_context().",
             )
         if not hasattr(bare, "sharded_state_dict"):
             raise ConfigurationError(
-                f"{type(bare).__name__} is not built from megatron-core's layers, which strategy='megatron' runs. "
+                f"{type(bare).__name__} is not built from megatron-core's layers, as strategy='megatron' requires. "
                 "Prepare a GPTModel or another MegatronModule, or use strategy=Parallel(tp=..., pp=...).",
                 see="megatron.md",
             )
         if self.options.pipeline_parallel > 1:
             raise ConfigurationError(
-                f"pipeline_parallel={self.options.pipeline_parallel} runs forward and backward of all micro-batches of "
-                "a step interleaved, which a loop with accelerator.backward(loss) cannot do. Use the Trainer with a "
-                "MegatronTask, or leave pipeline_parallel out.",
+                f"pipeline_parallel={self.options.pipeline_parallel} interleaves forward and backward of all "
+                "micro-batches of a step, which a loop with accelerator.backward(loss) cannot do. Use a Trainer with "
+                "a MegatronTask, or remove pipeline_parallel.",
             )
         return [bare]
 
@@ -327,7 +327,7 @@ class Megatron(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if kwargs:
-            raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
+            raise ConfigurationError(f"Megatron's backward accepts no {', '.join(kwargs)}.")
         if self._running is not None:
             self._running.backward(loss)
             return
@@ -345,8 +345,8 @@ class Megatron(Strategy):
     ) -> bool:
         if not isinstance(optimizer, MegatronOptimizerFront):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} was not prepared together with its model, which Megatron needs: "
-                "model, optimizer = accelerator.prepare(model, optimizer).",
+                f"{type(optimizer).__name__} was not prepared together with its model, as Megatron requires: model, "
+                "optimizer = accelerator.prepare(model, optimizer).",
             )
         assert isinstance(self.gradients, BufferedGradients)
         self.gradients.clip_by_default(optimizer)
@@ -384,7 +384,7 @@ class Megatron(Strategy):
 
     def _joined(self) -> MegatronGroups:
         if self._groups is None:
-            raise ConfigurationError("strategy='megatron' has not been set up: give it to a Trainer or Accelerator.")
+            raise ConfigurationError("strategy='megatron' is not set up yet. Pass it to a Trainer or Accelerator.")
         return self._groups
 
     def __repr__(self) -> str:

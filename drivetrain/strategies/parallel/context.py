@@ -79,8 +79,8 @@ class SequenceShard:
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
-                f"Sequences of {length} tokens cannot be split over cp={self.count} processes: that takes a multiple "
-                f"of {self.chunks}. Pad them to {-(-length // self.chunks) * self.chunks}, or cut them"
+                f"Sequences of {length} tokens cannot be split over cp={self.count} processes, which needs a multiple "
+                f"of {self.chunks}. Pad them to {-(-length // self.chunks) * self.chunks}, or truncate them"
                 + (", or pass cp_load_balance=False." if self.balanced and length % self.count == 0 else "."),
             )
         parts = tensor.chunk(self.chunks, dim)
@@ -120,9 +120,9 @@ class SequenceShard:
         if len(lengths) > 1:
             shapes = sorted({shape for each in lengths.values() for shape in each})
             raise ConfigurationError(
-                f"Under context parallelism dimension {dim} of every tensor of a batch is taken for the sequence, but "
-                f"this batch has tensors of the shapes {', '.join(map(str, shapes))}. Say which dimension it is with "
-                "cp_seq_dim, or split batches by a function of your own with cp_shard_batch.",
+                f"With context parallelism, dimension {dim} of every tensor in a batch must be the sequence, but this "
+                f"batch has tensors of the shapes {', '.join(map(str, shapes))}. Set another dimension with "
+                "cp_seq_dim, or split batches with a function of your own in cp_shard_batch.",
             )
         split: Batch = recursively_apply(lambda t: self.split(t, dim) if t.dim() > dim else t, batch)
         return split
@@ -146,8 +146,8 @@ def split_in_place(
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(
-            f"Each buffer needs the dimension that is its sequence, got {len(buffers)} buffers and {len(dims)} in "
-            "buffer_seq_dims.",
+            f"buffer_seq_dims must have the sequence dimension of each buffer, got {len(buffers)} buffers and "
+            f"{len(dims)} dimensions.",
         )
     kept = {id(buffer) for buffer in keep}
     unknown = kept - {id(buffer) for buffer in buffers}
@@ -192,8 +192,8 @@ class SharedAttention(TorchFunctionMode):
         if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
-                "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
-                "Compute attention with it (in transformers: attn_implementation='sdpa').",
+                "torch.nn.functional.scaled_dot_product_attention, so that tokens cannot attend to those on other "
+                "processes. Compute attention with it (in transformers: attn_implementation='sdpa').",
             )
 
     def entered(self) -> AbstractContextManager[Any]:
@@ -212,8 +212,8 @@ class SharedAttention(TorchFunctionMode):
             return None
         if func in _OWN_ATTENTION:
             raise ConfigurationError(
-                "Under context parallelism nn.MultiheadAttention, and nn.Transformer with it, would attend "
-                "to this process's tokens only: they compute attention by themselves. Use a module that calls "
+                "Context parallelism does not support nn.MultiheadAttention and nn.Transformer, whose attention "
+                "would cover only this process's tokens. Use a module that calls "
                 "torch.nn.functional.scaled_dot_product_attention.",
             )
         return func(*args, **(kwargs or {}))
@@ -306,13 +306,13 @@ def attend(
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:
         raise ConfigurationError(
-            f"Under context parallelism attention got a mask of shape {tuple(attn_mask.shape)}, which covers this "
-            "process's tokens only. Pass is_causal=True instead, or no mask.",
+            f"With context parallelism, attention got a mask of shape {tuple(attn_mask.shape)}, which covers only "
+            "this process's tokens. Pass is_causal=True instead, or no mask.",
         )
     if dropout_p:
         raise ConfigurationError(
-            f"Under context parallelism attention cannot drop out its weights (dropout_p={dropout_p}). Set the "
-            "attention's dropout to 0; dropout elsewhere works.",
+            f"Context parallelism does not support dropout of attention weights (dropout_p={dropout_p}). Set the "
+            "attention's dropout to 0. Dropout elsewhere works.",
         )
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if key.shape == value.shape and key.dtype == value.dtype:  # stacked, they need one collective instead of two
@@ -323,7 +323,7 @@ def attend(
         return F.scaled_dot_product_attention(query, keys, values, **options)
     if query.size(-2) != key.size(-2):
         raise ConfigurationError(
-            f"Under context parallelism causal attention needs as many queries as keys, got {query.size(-2)} and "
+            f"With context parallelism, causal attention needs as many queries as keys, got {query.size(-2)} and "
             f"{key.size(-2)}.",
         )
     size = query.size(-2) // len(shard.own_chunks)
@@ -354,8 +354,8 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
-            f"Under context parallelism attention got queries placed as {query.placements}; they may be split over "
-            f"tensor-parallel processes along their heads (dimension {heads}) only.",
+            "With context parallelism, queries may be split over tensor-parallel processes only along their heads "
+            f"(dimension {heads}), but they are placed as {query.placements}.",
         )
     # Heads are independent of each other, so that each rank computes attention for its own heads.
     own: list[Any] = [t.to_local() if isinstance(t, DTensor) else t for t in (query, key, value)]

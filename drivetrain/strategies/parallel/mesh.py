@@ -53,13 +53,13 @@ class MeshSizes:
             if world_size % others:
                 raise ConfigurationError(
                     f"{asked} needs a multiple of {others} processes, but there are {world_size}. Start another "
-                    "number, or choose sizes that divide it.",
+                    "number of processes, or choose sizes that divide it.",
                 )
             return replace(self, dp_shard=world_size // others)
         if others != world_size:
             raise ConfigurationError(
                 f"{asked or 'Parallel()'} multiplies to {others}, but there are {world_size} processes. Start "
-                f"{others}, change a size, or pass dp_shard=-1 to shard over all that are left.",
+                f"{others} processes, change a size, or pass dp_shard=-1 to use all that are left.",
             )
         return self
 
@@ -82,8 +82,8 @@ class MeshSizes:
             if plain not in names:
                 allowed = sorted(f"{name}_size" for name in own)
                 raise ConfigurationError(
-                    f"Unknown size {key!r} of a parallelism config. Allowed: {', '.join(allowed)}."
-                    f"{nearest(plain, allowed)}",
+                    f"Unknown size {key!r} in a parallelism config. Allowed: "
+                    f"{', '.join(allowed)}.{nearest(plain, allowed)}",
                 )
             if value is not None:
                 sizes[names[plain]] = value

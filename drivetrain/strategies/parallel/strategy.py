@@ -164,8 +164,8 @@ class Parallel(Strategy, SplitsSequences):
         if self.cp_attention == "ring":
             if state.kind.name == "cpu":
                 raise ConfigurationError(
-                    "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', "
-                    "the default, which is exact on any device.",
+                    "cp_attention='ring' uses torch's context_parallel, which has no kernels for the CPU. Use the "
+                    "default, 'gather', which works on any device.",
                 )
             attention = RingAttention(shard, mesh, state.device)
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
@@ -262,7 +262,7 @@ def _check_options(
 ) -> None:
     if sizes.tp > 1 and plan is None:
         raise ConfigurationError(
-            f'tp={sizes.tp} needs to know which layers to split: give tp_plan={{"layers.*.attention.wq": Colwise(), '
+            f'tp={sizes.tp} needs a plan of the layers to split. Set tp_plan={{"layers.*.attention.wq": Colwise(), '
             '"layers.*.attention.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
             see="parallel.md",
         )
@@ -274,17 +274,17 @@ def _check_options(
         raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.")
     if sizes.cp > 1 and sizes.pp > 1:
         raise ConfigurationError(
-            f"cp={sizes.cp} and pp={sizes.pp} do not go together yet: what stages hand over has the shape of whole "
+            f"cp={sizes.cp} and pp={sizes.pp} cannot be combined yet, because pipeline stages exchange full "
             "sequences. Use cp with tp and dp_shard, or pp with tp and dp_shard.",
         )
     if pipeline and sizes.pp == 1:
         given = ", ".join(f"pp_{name}" for name in pipeline)
-        raise ConfigurationError(f"{given}: an option of the pipeline, but pp=1.")
+        raise ConfigurationError(f"Pipeline options need pp of 2 or more, but pp=1: {given}.")
     allowed = [name for name in inspect.signature(FSDP.__init__).parameters if name not in ("self", "replicate_size")]
     for name in rest:
         if name not in allowed:
             known = [*allowed, *inspect.signature(Parallel.__init__).parameters]
             raise ConfigurationError(
-                f"Parallel has no option {name!r}. Beside its own it takes those of FSDP ({', '.join(allowed)}) and "
-                f"of the pipeline, which begin with pp_.{nearest(name, known)}",
+                f"Parallel has no option {name!r}. Besides its own options, it accepts those of FSDP "
+                f"({', '.join(allowed)}) and those of the pipeline, which begin with pp_.{nearest(name, known)}",
             )

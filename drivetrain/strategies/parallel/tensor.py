@@ -86,8 +86,8 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
         if isinstance(plan, Mapping) and plan:
             return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
     raise ConfigurationError(
-        f"tp_plan='auto' takes the plan that the model carries, but {type(module).__name__} has no tp_plan, nor has "
-        'anything in it. Give one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.',
+        f"tp_plan='auto' uses a model's own plan, but neither {type(module).__name__} nor its submodules have a "
+        'tp_plan. Pass one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.',
         see="parallel.md",
     )
 
@@ -230,9 +230,8 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
         for what, size in _split_sizes(match):
             if size % count:
                 raise ConfigurationError(
-                    f"{match.name!r} has {what} {size}, which tp={count} does not divide. Choose a tp that does, "
-                    f"change the size (the next that works is {-(-size // count) * count}), or leave it out of the "
-                    "plan.",
+                    f"{match.name!r} has {what} {size}, which is not divisible by tp={count}. Choose another tp, "
+                    f"change the size (for example to {-(-size // count) * count}), or remove it from the plan.",
                 )
         if isinstance(match.style, ColwiseParallel):
             # A projection belongs to an attention module, which has the number of heads.
@@ -240,8 +239,8 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
             for what, size in _heads(modules[parent]):
                 if size % count:
                     raise ConfigurationError(
-                        f"{parent!r} has {what}={size}, which tp={count} does not divide, so its heads cannot be "
-                        "split over processes. Choose a tp that does.",
+                        f"{parent!r} has {what}={size}, which is not divisible by tp={count}, so its heads cannot be "
+                        "split over processes. Choose another tp.",
                     )
 
 
@@ -281,8 +280,9 @@ def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
         for name, parameter in parts[1:]:
             if _placement(parameter) != _placement(first):
                 raise ConfigurationError(
-                    f"{names[0]!r} and {name!r} are one tied parameter, but tp_plan places them as {_placement(first)} "
-                    f"and {_placement(parameter)}. Split both alike: an embedding by Rowwise(), its head by Colwise().",
+                    f"{names[0]!r} and {name!r} are one tied parameter, but tp_plan places them as "
+                    f"{_placement(first)} and {_placement(parameter)}. Split both in the same way: an embedding with "
+                    "Rowwise(), its head with Colwise().",
                 )
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, first)
@@ -340,9 +340,9 @@ class CopyCheck:
             shown = ", ".join(wrong[:6]) + (f" and {len(wrong) - 6} more" if len(wrong) > 6 else "")
             raise ConfigurationError(
                 f"The gradients of {shown} differ between the {self._mesh.size()} tensor-parallel processes, which "
-                "hold these parameters in copies that must stay the same. A module that sees a part of a sequence "
-                "belongs into tp_plan as SequenceParallel(); dropout on whole activations must draw the same numbers "
-                "on all of them, so make no generator of your own for it.",
+                "hold copies of these parameters that must stay equal. Add modules that see part of a sequence to "
+                "tp_plan as SequenceParallel(). Dropout on full activations must be equal on all processes, so do "
+                "not use a separate generator for it.",
             )
 
     def _is_split(self, parameter: Tensor) -> bool:

@@ -72,8 +72,8 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]
     raise ConfigurationError(
-        f"This model was split before, over other processes ({before}). Make a new one, and load the state of this "
-        "one into it.",
+        f"This model was split before, over other processes ({before}). Create a new model, and load the state of "
+        "this one into it.",
     )
 
 

@@ -73,7 +73,7 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
     if count < 1 or (kind.allowed is not None and count not in kind.allowed):
         allowed = "at least 1" if kind.allowed is None else " or ".join(map(str, kind.allowed))
         raise ConfigurationError(
-            f"pp_schedule={kind.name!r} runs {allowed} stage(s) on each process, got pp_stages_per_rank={stages}.",
+            f"pp_schedule={kind.name!r} supports {allowed} stage(s) on each process, got pp_stages_per_rank={stages}.",
         )
     return kind, count
 
@@ -228,9 +228,9 @@ class Scheduler:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    f"pp_schedule={self._kind.name!r} cannot run {count} micro-batches over {ranks} processes (they "
-                    f"must be a multiple of {rounds}); such windows run as 'looped_bfs'. Choose "
-                    "accumulate_grad_batches as a multiple of pp."
+                    f"pp_schedule={self._kind.name!r} cannot run {count} micro-batches over {ranks} processes, "
+                    f"because it needs a multiple of {rounds}. These steps run as 'looped_bfs'. Make "
+                    "accumulate_grad_batches a multiple of pp."
                 )
             name = "ScheduleLoopedBFS"
         return getattr(torch_schedules, name)(self._stages, count, **options)
@@ -310,8 +310,8 @@ class PipelineOptions:
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:
             raise ConfigurationError(
-                f"pp_split names {len(self.split)} modules, which makes {len(self.split) + 1} stages, but pp={ranks} x "
-                f"{per_rank} stages on each process are {stages.count}.",
+                f"pp_split names {len(self.split)} modules, which makes {len(self.split) + 1} stages, but pp={ranks} "
+                f"x {per_rank} stages on each process is {stages.count}.",
             )
         return stages
 

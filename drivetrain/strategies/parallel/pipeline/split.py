@@ -54,21 +54,21 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     if name is not None:
         if name not in known:
             raise ConfigurationError(
-                f"pp_module={name!r} is no module of {type(model).__name__}. It has: "
+                f"pp_module={name!r} is not a module of {type(model).__name__}. It has: "
                 f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}",
             )
         return name
     sizes = {path: _size(child) for path, child in model.named_children()}
     largest = max(sizes, key=lambda path: sizes[path], default="")
     if not largest or not sizes[largest]:
-        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to spread over stages.")
+        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to split into stages.")
     if 2 * sizes[largest] > _size(model):
         # A list is never called itself: the model's own forward calls its blocks.
         return "" if isinstance(model.get_submodule(largest), nn.ModuleList | nn.ModuleDict) else largest
     holders = ", ".join(path for path, size in sizes.items() if size)
     raise ConfigurationError(
-        f"{type(model).__name__} has several modules with parameters: {holders}. Say which one is spread over stages, "
-        'with pp_module= ("" for the whole, if its steps call self(...)), or put all into one module that they call.',
+        f"{type(model).__name__} has several modules with parameters: {holders}. Choose the one to split into stages "
+        'with pp_module ("" for all, if its steps call self(...)), or combine them in one module that the steps call.',
     )
 
 
@@ -89,8 +89,8 @@ def choose_splits(
     }
     if not lists:
         raise ConfigurationError(
-            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to spread over {count} stages. Name "
-            f"the modules that stages begin with: {argument}=[...].",
+            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to split into {count} stages. Name "
+            f"the modules with which stages begin: {argument}=[...].",
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -99,8 +99,8 @@ def choose_splits(
     blocks = list(lists[path].named_children())
     if len(blocks) < count:
         raise ConfigurationError(
-            f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (processes along "
-            f"pp x pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...].",
+            f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (pp x "
+            f"pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...].",
         )
     begins = _even_begins([_size(block) for _, block in blocks], count)
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
@@ -129,7 +129,7 @@ def _splits_between(
         hint = f" It has no {unknown[0]!r}.{nearest(unknown[0], found)}" if unknown else ""
         raise ConfigurationError(
             f"{type(module).__name__} has {len(names)} modules of the classes {list(classes)}, too few for {count} "
-            f"stages.{hint} Name classes of blocks that repeat, or the modules that stages begin with.",
+            f"stages.{hint} Name classes of blocks that repeat, or the modules with which stages begin.",
         )
     return tuple(names[begin] for begin in _even_begins(sizes, count))
 
@@ -173,13 +173,13 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
     for name in splits:
         if name not in known or not name:
             raise ConfigurationError(
-                f"{argument} names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} "
+                f"{argument} names {name!r}, which is not a module of {type(module).__name__}.{nearest(name, known)} "
                 "Names are relative to the module that is split.",
             )
         if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
-                f"{argument} names {name!r}, a container that is never called. Name the block in it that a stage "
-                f"begins with, such as {name}.0.",
+                f"{argument} names {name!r}, a container that is never called. Name the block in it with which a "
+                f"stage begins, such as {name}.0.",
             )
     order = [known.index(name) for name in splits]
     if order != sorted(set(order)):
@@ -217,8 +217,7 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
         if owners[other] != owners[name]:
             raise ConfigurationError(
                 f"{other} and {name} are one parameter, but stages {owners[other]} and {owners[name]} would each hold "
-                "it. A pipeline needs them apart: untie them, place both on one stage with pp_place=, or use another "
-                "strategy.",
+                "it. Untie them, place both on one stage with pp_place, or use another strategy.",
             )
 
 
@@ -356,8 +355,8 @@ class ModelOutline:
             return copy.deepcopy(module, memo)
         except Exception as error:
             raise ConfigurationError(
-                f"{self._name} cannot be copied, which is how its stages are found: {type(error).__name__}: {error}. "
-                "Keep what cannot be copied out of the module that is split.",
+                f"{self._name} cannot be copied, which is necessary to find its stages: {type(error).__name__}: "
+                f"{error}. Move what cannot be copied out of the module that is split.",
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
@@ -378,7 +377,7 @@ class ModelOutline:
                 raise
             except Exception as error:
                 raise ConfigurationError(
-                    f"The forward of {self._name} cannot be run on shapes alone, which is how its stages are found: "
+                    f"The forward of {self._name} cannot run on shapes alone, which is necessary to find its stages: "
                     f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors.",
                 ) from error
             finally:
@@ -485,9 +484,9 @@ class _Trace(TorchDispatchMode):
     def _check_parameter(self, owner: int, name: str) -> None:
         if owner != self._stage:
             raise ConfigurationError(
-                f"{self._name} uses {name} in stage {self._stage}, but it was placed on stage {owner}, by the order in "
-                f"which modules are registered. Register it where it is used, or say pp_place={{{name!r}: "
-                f"{self._stage}}}; a parameter that two stages use cannot be split.",
+                f"{self._name} uses {name} in stage {self._stage}, but the order in which modules are registered "
+                f"places it on stage {owner}. Register it where it is used, or set pp_place={{{name!r}: "
+                f"{self._stage}}}. A parameter that two stages use cannot be split.",
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
@@ -502,9 +501,9 @@ class _Trace(TorchDispatchMode):
 
     def _refuse(self, made_in: int, used_in: int, where: str, why: str) -> None:
         raise ConfigurationError(
-            f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage hands over "
-            f"arguments of {self._layout.splits[used_in - 1]}, the first module of the next one, and what modules "
-            "return: pass it through the blocks, compute it in a module, or split elsewhere with "
+            f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage can send "
+            f"only arguments of {self._layout.splits[used_in - 1]}, the first module of the next stage, and outputs "
+            "of modules. Pass the value through the blocks, compute it in a module, or split elsewhere with "
             f"{self._layout.argument}=[...].",
         )
 
@@ -526,7 +525,7 @@ class _Trace(TorchDispatchMode):
                     entry.received.append(leaf)
                 entry.places.append(numbers[id(leaf)])
             if not entry.received:
-                raise ConfigurationError(f"{name} receives nothing from the stage before it, so none can begin there.")
+                raise ConfigurationError(f"{name} receives nothing from the previous stage, so none can begin there.")
             self._entries[stage] = entry
             self._stage = stage
             # Values of earlier stages enter this one only through received tensors, which have no history.
@@ -542,13 +541,13 @@ class _Trace(TorchDispatchMode):
         if self._stage != stage - 1:
             order = list(self._layout.splits)
             raise ConfigurationError(
-                f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
+                f"{self._name} must call the first modules of its stages once each and in this order: {order}. But "
                 f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
             )
         if _is_checkpointed():
             raise ConfigurationError(
-                f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which "
-                "would run it again on other values. Checkpoint inside the block, or let the strategy do it.",
+                f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which would "
+                "run it again with other values. Use checkpoints inside the block, or let the strategy do it.",
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -587,8 +586,8 @@ class _Trace(TorchDispatchMode):
         """Check that the forward reached all stages, and determine what each stage receives from earlier ones."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
-                f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
-                f"Split elsewhere with {self._layout.argument}=[...].",
+                f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "
+                f"elsewhere with {self._layout.argument}=[...].",
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf in self._made_in:

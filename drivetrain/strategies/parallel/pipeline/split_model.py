@@ -85,8 +85,8 @@ class SplitModel:
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
-                "This model was spread over stages before, with other options of the pipeline, and parts of it are "
-                "elsewhere. Make a new one, and load the state of this one into it.",
+                "This model was split into stages before, with other pipeline options, and parts of it are on other "
+                "processes. Create a new model, and load the state of this one into it.",
             )
         return replace(split, stage_state=split.stage_state.among(place.group))
 
@@ -115,8 +115,8 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
     outside = [n for n, p in bare.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise ConfigurationError(
-            f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is "
-            "spread over stages and sharded. Move it in there, or use a pipeline without data parallelism.",
+            f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is split into "
+            "stages and sharded. Move it inside, or use a pipeline without data parallelism.",
         )
 
 
@@ -159,8 +159,8 @@ class ModelCalls:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if self._answer is None:
             raise ConfigurationError(
-                f"{self.name} is spread over {self._stages} stages, so it can only be called within "
-                "training_step, validation_step, test_step and predict_step, once in each.",
+                f"{self.name} is split into {self._stages} stages, so it can only be called within training_step, "
+                "validation_step, test_step and predict_step, and only once in each.",
             )
         # Reset first: a second call in one step must raise, because stages run once a step.
         answer, self._answer = self._answer, None
@@ -188,9 +188,8 @@ class ModelCalls:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(
-                    f"An argument of {self.name} requires gradients, so it was computed from "
-                    "parameters outside of it, where a pipeline has no stage. Move that computation into the module "
-                    "that is split.",
+                    f"An argument of {self.name} requires gradients, so it was computed from parameters outside of "
+                    "it, where a pipeline has no stage. Move this computation into the module that is split.",
                 )
         return Call(args, kwargs, self._route(args, kwargs))
 

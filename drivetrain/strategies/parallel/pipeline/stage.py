@@ -146,8 +146,8 @@ class StageModule(nn.Module):
             return reached.handed_over
         if not self.is_last:
             raise ConfigurationError(
-                f"{type(module).__name__} did not call {self.layout.splits[self.stage]}, which the next stage begins "
-                "with. Its forward must take the same way through the blocks for inputs of the same shapes.",
+                f"{type(module).__name__} did not call {self.layout.splits[self.stage]}, the first module of the next "
+                "stage. Its forward must call the same modules for all inputs of the same shapes.",
             )
         return output if call.finish is None else call.finish(output)
 
@@ -216,8 +216,8 @@ class StageModule(nn.Module):
                 number, output = next(remaining)
             except StopIteration:
                 raise ConfigurationError(
-                    f"{type(self._whole.module).__name__} calls {name} more often than it did for other inputs of the "
-                    "same shapes. Its forward must take the same way through the blocks.",
+                    f"{type(self._whole.module).__name__} calls {name} more often than for other inputs of the same "
+                    "shapes. Its forward must call the same modules for all of them.",
                 ) from None
             leaves, spec = pytree.tree_flatten(output)
             for index, leaf in enumerate(leaves):
@@ -281,8 +281,8 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
                 handed_over[place] = leaf
         if any(tensor is None for tensor in handed_over):
             raise ConfigurationError(
-                f"{name} did not call all of the modules that it called for other inputs of the same shapes. Its "
-                "forward must take the same way through the blocks.",
+                f"{name} did not call all modules that it called for other inputs of the same shapes. Its forward "
+                "must call the same modules for all of them.",
             )
         given = zip(handed_over, cut.tensors, strict=True)
         raise _Reached(tuple(_as_expected(name, tensor, shape) for tensor, shape in given if tensor is not None))
@@ -293,9 +293,8 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
 def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
     if tuple(tensor.shape) != expected.shape:
         raise ConfigurationError(
-            f"At the end of {name} a tensor of shape {tuple(tensor.shape)} would be handed over, but {expected.shape} "
-            "is expected. Where the activations between blocks are sharded (sequence parallel), stages must not begin "
-            "there.",
+            f"At the end of {name}, a tensor of shape {tuple(tensor.shape)} would be sent, but {expected.shape} is "
+            "expected. Stages must not begin where activations between blocks are sharded (sequence parallel).",
         )
     return tensor.to(expected.dtype).contiguous()
 
@@ -617,8 +616,8 @@ class _Link:
         """
         if int(self._receive((1,), torch.int64).item()) == _FAILED:
             raise CollectiveError(
-                f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} has nothing to compute with. "
-                "What it raised is in the output of its process."
+                f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} cannot continue. The error is "
+                "in the output of the failed process."
             )
         return tuple(self._receive(each.shape, each.dtype) for each in shapes)
 

@@ -103,8 +103,8 @@ class TrainingWindow:
             except Caught:
                 return found[0]
         raise ConfigurationError(
-            f"training_step never called {self._calls.name}, the module that is spread over stages. Name "
-            "the one that it calls with pp_module=.",
+            f"training_step never called {self._calls.name}, the module that is split into stages. Set pp_module to "
+            "the module that it calls.",
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
@@ -118,8 +118,8 @@ class TrainingWindow:
             raise ConfigurationError(f"training_step did not call {self._calls.name} the second time it ran.")
         if loss is None and result is not None:
             raise ConfigurationError(
-                "training_step returned a loss, but its backward was not left to the strategy: a task cannot override "
-                "backward() in a pipeline.",
+                "training_step returned a loss, but its backward did not run through the strategy. In a pipeline, a "
+                "task cannot override backward().",
             )
         # A skipped batch still runs backward through all stages, with gradients of zero.
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
@@ -127,9 +127,9 @@ class TrainingWindow:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if kwargs:
-            raise ConfigurationError(f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.")
+            raise ConfigurationError(f"A pipeline runs backward itself and accepts no {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
-            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
+            raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
@@ -167,8 +167,8 @@ class StagedGradients(ShardedGradients):
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             if count > self._held.setdefault(optimizer, count):
                 raise ConfigurationError(
-                    "A pipeline settles which parameters it trains when the model is split, so none can be added "
-                    'later. Train all from the start, or use strategy="fsdp".',
+                    "A pipeline cannot train additional parameters after the model is split. Train all from the "
+                    'start, or use strategy="fsdp".',
                 )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -322,8 +322,8 @@ class Pipeline(Strategy):
         if stage_placer.shards and "zero_bubble" in kind.name:
             # These compute gradients of weights later than fully_shard expects (torch 2.13), which gave wrong losses.
             raise ConfigurationError(
-                f"pp_schedule={kind.name!r} computes the gradients of weights apart, which sharded or replicated "
-                "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'.",
+                f"pp_schedule={kind.name!r} computes the gradients of weights separately, which sharded or replicated "
+                "stages (dp_shard, dp_replicate) do not support. Use 'interleaved_1f1b' or '1f1b'.",
             )
         self._options, self._sizes, self._place = options, sizes, place
         self._stage_placer, self._layers = stage_placer, layers
@@ -370,9 +370,9 @@ class Pipeline(Strategy):
         """Split a model into stages. Returns the split model and the `id` of each module that only others hold."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
-                f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
-                "backward of all micro-batches of a step run interleaved, which a loop with loss.backward() cannot do. "
-                "Use the Trainer, or another strategy.",
+                f"pp={self._place.stages.ranks} splits {type(model).__name__} into stages, which interleave forward "
+                "and backward of all micro-batches of a step. A loop with loss.backward() cannot do this. Use a "
+                "Trainer, or another strategy.",
             )
         slots = slots_of(model)
         split = SplitModel.make(
@@ -408,7 +408,7 @@ class Pipeline(Strategy):
         precision.agree_on_overflow(largest_anywhere)
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigurationError("LBFGS searches along all parameters at once, which a pipeline has spread.")
+                raise ConfigurationError("LBFGS needs all parameters at once, which a pipeline has split.")
             self._prepared().split.stage_state.follow(optimizer)
         return placed, list(optimizers)
 
