@@ -35,7 +35,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of the FSDP strategy under Accelerate's names.
+    """Options for sharding a model with FSDP, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.FSDP(...))` takes the options directly. Options without a meaning for `fully_shard`
     are accepted and logged once.
@@ -64,7 +64,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def strategy(self) -> FSDP:
-        """Return the FSDP strategy with these options.
+        """Return a `drivetrain.FSDP` strategy with the plugin's options.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -80,14 +80,15 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """Return the options as keys of an `fsdp_config`."""
+        """Return the options as a dict with the keys of an `fsdp_config` section in a configuration file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
-                logger.warning_once(f"{name} changes nothing: checkpoints are always written in shards.")
+                logger.warning_once(f"{name} has no effect, because checkpoints are always written in shards.")
         if self.param_init_fn is not None:
             raise ConfigurationError(
-                "param_init_fn is not needed: build the model under accelerator.init_context(), and its modules' "
-                "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from.",
+                "param_init_fn is not supported. Create the model inside `with accelerator.init_context():`, and its "
+                "modules are initialized by their reset_parameters(). To load weights from a file, pass "
+                "FSDP(weights=...).",
             )
         offload = self.cpu_offload
         if offload is not None and not isinstance(offload, bool | str):
@@ -114,7 +115,7 @@ class FullyShardedDataParallelPlugin:
 
 @dataclass
 class DeepSpeedPlugin:
-    """Options of the DeepSpeed strategy under Accelerate's names.
+    """Options for training with DeepSpeed, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.DeepSpeed(...))` takes the options directly.
 
@@ -136,12 +137,12 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
 
     def strategy(self) -> Strategy:
-        """Return the DeepSpeed strategy with these options."""
+        """Return a `drivetrain.DeepSpeed` strategy with the plugin's options."""
         strategy: Strategy = strategy_class("deepspeed")(**self.arguments())
         return strategy
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for `drivetrain.DeepSpeed`."""
+        """Return the plugin's options as keyword arguments of `drivetrain.DeepSpeed`."""
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")
         given = {
@@ -157,7 +158,7 @@ class DeepSpeedPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the device mesh under Accelerate's names.
+    """Sizes of the device mesh, one per kind of parallelism, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.Parallel(...))` takes the sizes directly.
 
@@ -184,12 +185,13 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         if (self.sp_size or 1) > 1:
             raise ConfigurationError(
-                f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}.",
+                f"sp_size={self.sp_size} requests DeepSpeed's Ulysses sequence parallelism, which is not supported. "
+                f"Use context parallelism instead: cp_size={self.sp_size}.",
             )
         if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
             raise ConfigurationError(
-                f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
-                "leave both out.",
+                f"cp_backend={self.cp_backend!r} and sp_backend={self.sp_backend!r} are not supported. Leave both "
+                "out: context parallelism always uses torch's implementation.",
             )
 
     @property
@@ -199,17 +201,17 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of processes along the data-parallel dimensions."""
+        """The number of processes that get different data: model replicas times shards per replica."""
         return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of processes that share the same data."""
+        """The number of processes that share one batch, by tensor or context parallelism."""
         return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if parameters are replicated."""
+        """True if there are several replicas of the model, each for different data."""
         return (self.dp_replicate_size or 1) > 1
 
     @property
@@ -229,11 +231,11 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """True if Ulysses sequence parallelism is used."""
+        """Always False, because Ulysses sequence parallelism is not supported."""
         return False
 
     def strategy(self, **options: Any) -> Strategy:
-        """Return the strategy with these sizes.
+        """Return a `drivetrain.Parallel` strategy with the configured sizes of the device mesh.
 
         Args:
             **options: Options of `FSDP` for sharding parameters.
@@ -252,7 +254,9 @@ class ParallelismConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Communication of context parallelism under Accelerate's names, as in `Parallel(cp_attention=...)`.
+    """Options for how processes exchange keys and values in context parallelism.
+
+    `Parallel(cp_attention=...)` is the same setting.
 
     Attributes:
         cp_comm_strategy: `"allgather"` or `"alltoall"`.
@@ -269,7 +273,7 @@ def _cp_attention(exchange: str) -> str:
     known = {"allgather": "gather", "alltoall": "ring"}
     if exchange not in known:
         raise ConfigurationError(
-            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}"
+            f"cp_comm_strategy is {exchange!r}, but must be one of {', '.join(known)}.{nearest(exchange, known)}"
         )
     return known[exchange]
 
@@ -281,17 +285,31 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the strategy that Accelerate's plugins describe, or None if there is no plugin."""
+    """Return the strategy that the given plugins configure, or None if all plugins are None.
+
+    Args:
+        fsdp: The FSDP plugin, or its configuration.
+        deepspeed: The DeepSpeed plugin, or its configuration.
+        parallelism: The sizes of the device mesh.
+        megatron: The Megatron-LM plugin, or its configuration.
+        grid_options: Further arguments of `Parallel`, used with `parallelism`.
+
+    Raises:
+        ConfigurationError: The plugins contradict each other.
+    """
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
-                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+                "megatron_lm_plugin cannot be combined with another plugin or with parallelism_config. Pass only one "
+                "of them."
             )
         if isinstance(megatron, Mapping):
             return cast("Strategy", strategy_class("megatron").from_config(megatron))
         return megatron.strategy()
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
-        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
+        raise ConfigurationError(
+            "deepspeed_plugin cannot be combined with fsdp_plugin or parallelism_config. Pass only one of them."
+        )
     if deepspeed is not None:
         if isinstance(deepspeed, Mapping):
             return cast("Strategy", strategy_class("deepspeed").from_config(deepspeed))
@@ -310,20 +328,20 @@ def strategy_of_plugins(
 
 
 def _name_of(value: Any) -> Any:
-    """Return the name of an enum member, as YAML keys spell it."""
     return getattr(value, "name", value)
 
 
 def _wrap_of(policy: Callable[..., Any]) -> Any:
-    """Convert a wrapping policy of torch's older FSDP to `FSDP(wrap=...)`."""
+    """Convert an auto-wrap policy of FSDP 1 to a value for `FSDP(wrap=...)`."""
     known = policy.keywords if isinstance(policy, functools.partial) else {}
     if "transformer_layer_cls" in known:
         return list(known["transformer_layer_cls"])
     if "min_num_params" in known:
         return int(known["min_num_params"])
     raise ConfigurationError(
-        f"auto_wrap_policy={policy!r} is a function that only FSDP1 could ask. Give "
-        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module).",
+        f"auto_wrap_policy={policy!r} is a function, which FSDP 2 does not support. Use "
+        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or pass a function of a module: "
+        "Accelerator(strategy=FSDP(wrap=...)).",
     )
 
 
@@ -332,7 +350,7 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
         return {}
     if isinstance(policy, str):
         if policy not in _DTYPES:
-            raise ConfigurationError(f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.")
+            raise ConfigurationError(f"mixed_precision_policy is {policy!r}, but must be one of {', '.join(_DTYPES)}.")
         return {"gather_dtype": _DTYPES[policy], "reduce_dtype": _DTYPES[policy]}
     given = policy if isinstance(policy, Mapping) else vars(policy)
     return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}
@@ -342,10 +360,10 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
 
 
 class FP8Handler:
-    """Base class of Accelerate's option holders for the precision `"fp8"`."""
+    """Base class of FP8 recipes, which are passed in `Accelerator(kwargs_handlers=[...])`."""
 
     def precision(self) -> FP8:
-        """Return the precision with these options.
+        """Return an FP8 precision with the options of this recipe.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -355,7 +373,7 @@ class FP8Handler:
 
 @dataclass
 class AORecipeKwargs(FP8Handler):
-    """Options of torchao for FP8.
+    """FP8 recipe with options of torchao, to compute linear layers in 8-bit floating point.
 
     Attributes:
         config: A torchao `Float8LinearConfig`, which replaces the other options.
@@ -370,7 +388,6 @@ class AORecipeKwargs(FP8Handler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         if self.config is not None:
             # A filter takes the place of Accelerate's own, which keeps the first and the last layer.
             return FP8(
@@ -388,7 +405,7 @@ class AORecipeKwargs(FP8Handler):
 
 @dataclass
 class TERecipeKwargs(FP8Handler):
-    """Options of TransformerEngine for FP8 under Accelerate's names.
+    """FP8 recipe with options of TransformerEngine, with the field names of Accelerate.
 
     None means Accelerate's default: HYBRID, history length 1024, algorithm "most_recent".
     """
@@ -403,31 +420,31 @@ class TERecipeKwargs(FP8Handler):
     use_mxfp8_block_scaling: bool | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         given = {field.name: getattr(self, field.name) for field in fields(TERecipeKwargs)}
         return FP8.from_config({"backend": "te", **given})
 
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Handler):
-    """Options of MS-AMP for FP8. `opt_level` is `"O1"` or `"O2"` (default)."""
+    """FP8 recipe for MS-AMP. `opt_level` is `"O1"` or `"O2"` (default)."""
 
     opt_level: str | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         return FP8.from_config({"backend": "msamp", "opt_level": self.opt_level})
 
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
-    """Accelerate's older option holder for FP8. `backend` is `"te"` (default) or `"msamp"`."""
+    """FP8 recipe for TransformerEngine or MS-AMP, selected by `backend="te"` (default) or `"msamp"`.
+
+    This is Accelerate's older class. `TERecipeKwargs` and `MSAMPRecipeKwargs` replace it.
+    """
 
     opt_level: str | None = None
     backend: str | None = None
 
     def precision(self) -> FP8:
-        """Return the FP8 precision with these options."""
         if check_choice("FP8RecipeKwargs(backend)", self.backend or "te", ("te", "msamp")) == "msamp":
             return MSAMPRecipeKwargs(self.opt_level).precision()
         return super().precision()
@@ -440,7 +457,7 @@ Handler = TypeVar("Handler")
 
 
 class DDPCommunicationHookType(str, Enum):
-    """Accelerate's names of DDP communication hooks, which compress gradients before the all-reduce."""
+    """Names of the DDP communication hooks that compress gradients before the all-reduce."""
 
     NO = "no"
     FP16 = "fp16"
@@ -451,7 +468,7 @@ class DDPCommunicationHookType(str, Enum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of the DDP strategy under Accelerate's names.
+    """Options of torch's `DistributedDataParallel`, with the field names of Accelerate.
 
     `Accelerator(strategy=drivetrain.DDP(...))` takes the options directly.
 
@@ -475,7 +492,7 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy_options(self) -> dict[str, Any]:
-        """Return the options as arguments of `drivetrain.DDP`."""
+        """Return the options as keyword arguments of `drivetrain.DDP`."""
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -489,14 +506,13 @@ class DistributedDataParallelKwargs:
 
 
 def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
-    """Convert Accelerate's name of a communication hook to drivetrain's."""
     name = given.value if isinstance(given, Enum) else given
     return {None: None, "no": None, "power_sgd": "powersgd", "batched_power_sgd": "batched_powersgd"}.get(name, name)
 
 
 @dataclass
 class GradScalerKwargs:
-    """Options of the loss scaler for the precision `"fp16"`."""
+    """Options of the gradient scaler, which is used with the precision `"fp16"`."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -507,7 +523,7 @@ class GradScalerKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """Options of the process group.
+    """Options for initializing torch's process group, such as the backend and the timeout.
 
     Attributes:
         backend: The c10d backend, instead of the device's default.
@@ -525,14 +541,15 @@ class InitProcessGroupKwargs:
     def __post_init__(self) -> None:
         if self.init_method not in (None, "env://"):
             raise ConfigurationError(
-                f"init_method={self.init_method!r}: the processes meet where the launcher says (MASTER_ADDR and "
-                "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this.",
+                f"init_method={self.init_method!r} is not supported, because the launcher sets the address in "
+                "MASTER_ADDR and MASTER_PORT. Leave it out, or call torch.distributed.init_process_group before you "
+                "create an Accelerator.",
             )
 
 
 @dataclass
 class AutocastKwargs:
-    """Options of autocast for the mixed precisions."""
+    """Options of `torch.autocast`, which mixed precision uses."""
 
     enabled: bool = True
     cache_enabled: bool = True
@@ -540,7 +557,7 @@ class AutocastKwargs:
 
 @dataclass
 class ProfileKwargs:
-    """Options of `Accelerator.profile`, those of `torch.profiler.profile`.
+    """Options of the profiler that `Accelerator.profile` runs, as in `torch.profiler.profile`.
 
     Attributes:
         activities: The activities to record, such as `["cpu", "cuda"]`. None records all that the machine supports.
@@ -573,7 +590,10 @@ class ProfileKwargs:
         known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
         unknown = [name for name in self.activities or [] if name not in known]
         if unknown:
-            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.")
+            raise ConfigurationError(
+                f"ProfileKwargs.activities contains unknown activities: {', '.join(map(str, unknown))}. Allowed: "
+                f"{', '.join(known)}."
+            )
         return torch.profiler.profile(
             activities=None if self.activities is None else [known[name] for name in self.activities],
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
@@ -588,15 +608,15 @@ class ProfileKwargs:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """Options of gradient accumulation.
+    """Options of gradient accumulation, such as the number of micro-batches per optimizer step.
 
     Attributes:
         num_steps: The number of micro-batches per optimizer step.
         adjust_scheduler: Accepted without effect. A prepared scheduler steps when its optimizer does.
-        sync_with_dataloader: True if the last batch of a loader always ends an accumulation window.
+        sync_with_dataloader: True if the optimizer always steps at the last batch of a loader.
         sync_each_batch: True to reduce gradients after every micro-batch, which saves memory under sharding.
-        average_short_window: True to average a shorter last window over its own micro-batches. False divides by
-            `num_steps`, as Accelerate does.
+        average_short_window: True to average gradients over the actual number of micro-batches if the loader ends
+            early. False divides by `num_steps`, as Accelerate does.
     """
 
     num_steps: int = 1
@@ -608,13 +628,14 @@ class GradientAccumulationPlugin:
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise ConfigurationError(
-                f"gradient accumulation needs a whole number of micro-batches of at least 1, got {self.num_steps!r}.",
+                f"The number of gradient accumulation steps is {self.num_steps!r}, but must be an integer of at least "
+                "1.",
             )
 
 
 @dataclass
 class ProjectConfiguration:
-    """Options for the output directory and checkpoints of a run.
+    """Options for a run's output directory and for automatically named checkpoints.
 
     Attributes:
         project_dir: The output directory.
@@ -635,11 +656,13 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigurationError(f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.")
+            raise ConfigurationError(
+                f"total_limit is {self.total_limit!r}, but must be at least 1, or None to keep all checkpoints."
+            )
         self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` if it is None."""
+        """Set `project_dir`, and set `logging_dir` to the same directory if it is None."""
         self.project_dir = project_dir or self.project_dir
         self.logging_dir = self.logging_dir or self.project_dir
 
@@ -658,29 +681,37 @@ HANDLER_TYPES = (
 
 
 def checked_handlers(given: Sequence[Any]) -> list[Any]:
-    """Return the option handlers. Raises an error for an unknown handler, or for two of the same kind."""
+    """Return the option objects as a list, after checking that each type is known and occurs once.
+
+    Raises:
+        ConfigurationError: A type is unknown or occurs twice, or there are several FP8 recipes.
+    """
     handlers = list(given)
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
             raise ConfigurationError(
-                f"kwargs_handlers holds a {type(handler).__name__}; "
-                f"allowed: {', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
+                f"kwargs_handlers contains an object of type {type(handler).__name__}. Allowed types: "
+                f"{', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
             )
         if any(type(handler) is type(other) for other in handlers[:index]):
-            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.")
+            raise ConfigurationError(
+                f"kwargs_handlers contains two objects of type {type(handler).__name__}. Pass only one."
+            )
     recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
     if len(recipes) > 1:
-        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.")
+        raise ConfigurationError(
+            f"kwargs_handlers contains {' and '.join(recipes)}, but only one FP8 recipe can be used. Pass one of them."
+        )
     return handlers
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
-    """Return the handler of one kind, or None."""
+    """Return the first option object of type `kind`, or None if the list has no such object."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
-    """Return a handler's fields as keyword arguments. Returns an empty dict for None."""
+    """Return the fields of an option object as keyword arguments, or an empty dict for None."""
     return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
 
 
@@ -688,7 +719,7 @@ def handler_options(handler: Any) -> dict[str, Any]:
 
 
 class DynamoBackend(str, Enum):
-    """Accelerate's names of `torch.compile` backends."""
+    """Names of the backends that compile models with `torch.compile`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -749,7 +780,7 @@ class TorchDynamoPlugin:
         self.backend = given
 
     def compilation(self) -> Compilation | None:
-        """Return the engine's compilation options, or None if nothing is compiled."""
+        """Return the `Compilation` that compiles prepared models, or None if nothing is compiled."""
         if self.backend is DynamoBackend.NO or self.disable:
             return None
         return Compilation(
@@ -762,7 +793,7 @@ class TorchDynamoPlugin:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as a dict, with the backend's lower-case name."""
+        """Return the fields as a dict, in which the backend is a string in lower case."""
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
         return {**vars(self), "backend": backend}
 
@@ -773,7 +804,7 @@ def _registered() -> list[str]:
     return [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
 
 
-# What the launcher was asked for, where the script does not choose by itself: a strategy, a recipe, compilation
+# Settings of the launcher, for everything that the script does not set itself
 
 
 Sharding = FullyShardedDataParallelPlugin | Mapping[str, Any] | None
@@ -792,13 +823,13 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Settings that the launcher passed to this process in environment variables."""
+    """Settings of the launch, read from the environment variables that the launcher sets."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
     @property
     def fsdp(self) -> FullyShardedDataParallelPlugin | None:
-        """The launcher's FSDP options, or None."""
+        """An FSDP plugin with the launcher's settings, or None if the launcher does not select FSDP."""
         if not self.settings.get("use_fsdp"):
             return None
         options = self._options("fsdp_")
@@ -808,7 +839,7 @@ class Launched:
 
     @property
     def deepspeed(self) -> DeepSpeedPlugin | None:
-        """The launcher's DeepSpeed options, or None."""
+        """A DeepSpeed plugin with the launcher's settings, or None if it does not select DeepSpeed."""
         if not self.settings.get("use_deepspeed"):
             return None
         known = {each.name for each in fields(DeepSpeedPlugin)} - {"gradient_accumulation_steps"}
@@ -818,7 +849,7 @@ class Launched:
 
     @property
     def parallelism(self) -> ParallelismConfig | None:
-        """The launcher's device mesh sizes, or None."""
+        """The device mesh sizes from the launcher's settings, or None if it configures no mesh."""
         if not self.settings.get("use_parallelism_config"):
             return None
         sizes = {
@@ -830,19 +861,19 @@ class Launched:
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:
-        """The launcher's Megatron options, or None."""
+        """A Megatron-LM plugin with the launcher's settings, or None if it does not select Megatron-LM."""
         if not self.settings.get("use_megatron_lm"):
             return None
         return MegatronLMPlugin(**self._options("megatron_lm_"))
 
     @property
     def fp8_config(self) -> dict[str, Any]:
-        """The launcher's FP8 options, as keys of an `fp8_config`."""
+        """The launcher's FP8 settings as a dict with keys such as `fp8_backend`."""
         return {name: value for name, value in self.settings.items() if name.startswith("fp8_")}
 
     @property
     def compilation(self) -> Compilation | None:
-        """The launcher's compilation options, or None."""
+        """The launcher's options for `torch.compile`, or None if nothing is compiled."""
         backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
@@ -857,16 +888,16 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """The launcher's further arguments of `Parallel`."""
+        """Arguments of `Parallel` from the launcher's settings, apart from the mesh sizes."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
     def strategy(self) -> Strategy | None:
-        """Return the strategy that the launcher selects, or None."""
+        """Return the strategy that the launcher's settings select. None means the default strategy."""
         if not any(self.settings.get(name) for name in _SWITCHES):
             return None
         fsdp, grid = self.fsdp, self.parallelism
-        # DDP is the strategy of FSDP that shards nothing.
+        # FSDP without sharding is DDP, the default strategy.
         if grid is None and fsdp is not None and "NO_SHARD" in (fsdp.sharding_strategy, fsdp.reshard_after_forward):
             return None
         return strategy_of_plugins(
@@ -880,7 +911,10 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy of a script's plugins. Unset options use the launcher's settings."""
+        """Return the strategy from a script's plugins, whose unset options come from the launcher.
+
+        Returns None if all plugins are None.
+        """
         if parallelism is not None and fsdp is None:
             fsdp = self.fsdp
         elif fsdp is not None and parallelism is None:
@@ -893,13 +927,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return the settings with a prefix, by plugin field name."""
+        """Return the settings whose names start with `prefix`, by the names of the plugin's fields."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Fill a plugin's unset fields with the launcher's settings. A mapping is returned unchanged."""
+    """Return a plugin whose unset fields have the launcher's values. A dict is returned unchanged."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -913,7 +947,7 @@ def _filled(plugin: Any, launched: Any) -> Any:
 
 @dataclass
 class Plugins:
-    """Plugins that were passed to an Accelerator, as objects or as dicts of YAML keys."""
+    """Plugins that were passed to an Accelerator, as objects or as sections of a configuration file."""
 
     fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
     deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
@@ -932,27 +966,31 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Create the record from the arguments of an `Accelerator`."""
+        """Collect the plugins from an Accelerator's arguments. Raises an error if two contradict.
+
+        `deepspeed` may be a dict of several plugins by name. The first one is then active.
+        """
+        # A dict of plugins by name, not the keys of a single configuration.
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
-            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")
+            raise ConfigurationError("Both deepspeed_plugin and deepspeed_plugins are set. Pass only one of them.")
         if several:
             deepspeed = next(iter(several.values()))
         if isinstance(parallelism, Mapping):
             parallelism = ParallelismConfig(**parallelism)
         if tensor is not None:
             if parallelism is not None:
-                raise ConfigurationError("torch_tp_plugin and parallelism_config are given both; give one.")
+                raise ConfigurationError("Both torch_tp_plugin and parallelism_config are set. Pass only one of them.")
             parallelism = ParallelismConfig(tp_size=tensor.tp_size)
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Return the strategy of each DeepSpeed plugin, by plugin name."""
+        """Create a strategy for each of several DeepSpeed plugins. Returns a dict by plugin name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)
             if strategy is None:
-                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.")
+                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None, but must be a DeepSpeedPlugin.")
             found[name] = strategy
         return found

@@ -157,14 +157,14 @@ class Collectives:
         return bool(collectives.reduce(flag, "max").item())
 
 
-# Who am I, who goes first, who speaks: the process control of `PartialState` on the Accelerator
+# Rank, order and synchronization of processes, forwarded to `PartialState`
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """Members of `Accelerator` that describe and synchronize processes. They forward to `state`."""
+    """Properties and methods of `Accelerator` that describe processes and synchronize them."""
 
     state: AcceleratorState
 
@@ -185,7 +185,7 @@ class ProcessControl:
 
     @property
     def multi_device(self) -> bool:
-        """True if there is more than one process, each with its own device."""
+        """True if the run has several processes, each of which has its own device."""
         return self.state.use_distributed
 
     @property
@@ -233,7 +233,7 @@ class ProcessControl:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that yields this process's part of `inputs`.
+        """Return a context manager that yields this process's part of a list, tuple, dict or tensor.
 
         Args:
             inputs: A list, tuple, dict or tensor to split.
@@ -341,7 +341,7 @@ class StateSaving:
 
     @property
     def save_queue(self) -> checkpoint.SaveQueue:
-        """The queue that writes checkpoints. `check()` raises errors of background saves. `finish()` waits."""
+        """The queue of checkpoints being written. `check()` raises their errors, `finish()` waits for them."""
         return self.run_state.saves
 
     def save_state(
@@ -399,11 +399,11 @@ class StateSaving:
         self.run_state.load(input_dir)
 
 
-# What may be asked of an Accelerator, and the few settings that may change
+# Settings and status
 
 
 class EngineStatus:
-    """Members of `Accelerator` that report its settings and status."""
+    """Properties of `Accelerator` that report its settings and its current status."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -415,17 +415,17 @@ class EngineStatus:
 
     @property
     def mixed_precision(self) -> str:
-        """The name of the precision. Full precision is `"no"`."""
+        """The name of the precision, such as `"bf16"`, or `"no"` for full precision."""
         return accelerate_name(self.precision, self.strategy)
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device on which the run computes."""
+        """The kind of device that the run uses, such as CUDA or the CPU."""
         return self.state.kind
 
     @property
     def device_placement(self) -> bool:
-        """True if `prepare` moves models, and prepared loaders move batches, to the device."""
+        """True if models and batches are moved to the device automatically."""
         return self.preparation.options.device_placement
 
     @device_placement.setter
@@ -452,7 +452,7 @@ class EngineStatus:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """The settings by which loaders are sharded over processes."""
+        """The settings for splitting data loaders between processes."""
         return self.preparation.options.dataloader_config
 
     @dataloader_config.setter
@@ -461,12 +461,15 @@ class EngineStatus:
 
     @property
     def split_batches(self) -> bool:
-        """True if a loader's batch is the global batch, which is split over processes."""
+        """True if a data loader's batch size is the global one, so that each batch is split over processes."""
         return self.preparation.options.dataloader_config.split_batches
 
     @property
     def even_batches(self) -> bool:
-        """True if every process gets the same number of batches. Metrics ignore the rows added for this."""
+        """True if samples are repeated so that every process gets the same number of batches.
+
+        `gather_for_metrics` removes the repeated samples.
+        """
         return self.preparation.options.dataloader_config.even_batches
 
     @even_batches.setter
@@ -475,17 +478,20 @@ class EngineStatus:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """True if rank 0 reads all data and sends each process its part. None does this for iterable datasets only."""
+        """True if rank 0 reads all data and sends each process its share of every batch.
+
+        None does this only for iterable datasets.
+        """
         return self.preparation.options.dataloader_config.dispatch_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """True if random samplers are seeded anew at each epoch."""
+        """True if random samplers get a new seed at each epoch."""
         return self.preparation.options.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """True if loaders continue at the next sample after `load_state`."""
+        """True if data loaders resume at the exact sample after `load_state`."""
         return self.preparation.options.dataloader_config.use_stateful_dataloader
 
     @property
@@ -495,22 +501,22 @@ class EngineStatus:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The active DeepSpeed plugin, or None."""
+        """The DeepSpeed plugin in use, or None without DeepSpeed."""
         return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> Any:
-        """The configured sizes of the device mesh, or None."""
+        """The configuration of the device mesh, or None."""
         return self.state.parallelism_config
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if parameters are sharded by torch's `fully_shard`."""
+        """True if the strategy shards parameters with torch's `fully_shard` (FSDP 2)."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """True if parameters are sharded by torch's `fully_shard`, which composes with other forms of parallelism."""
+        """True if the strategy uses `fully_shard`, which can be combined with other kinds of parallelism."""
         return self.state.is_fsdp2
 
     @property
@@ -545,17 +551,17 @@ class EngineStatus:
 
     @property
     def should_save_model(self) -> bool:
-        """True if this process is one that writes weights."""
+        """True on the main process, which is the one that writes model weights."""
         return self.state.is_main_process
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
+        """The number that the next automatically named checkpoint gets."""
         return self.project_configuration.iteration
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """True if prepared schedulers step together with their optimizers."""
+        """True if prepared schedulers step only when their optimizers do."""
         return self.preparation.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -564,7 +570,7 @@ class EngineStatus:
 
     @property
     def step_scheduler_per_process(self) -> bool:
-        """True if a prepared scheduler steps once per process for each optimizer step."""
+        """True if a prepared scheduler steps as often as there are processes for each optimizer step."""
         return self.preparation.options.step_scheduler_per_process
 
     @step_scheduler_per_process.setter
@@ -573,7 +579,7 @@ class EngineStatus:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of the precision, or None."""
+        """The gradient scaler of fp16 mixed precision, or None for other precisions."""
         return getattr(self.precision, "scaler", None)
 
     @property
@@ -588,15 +594,15 @@ class EngineStatus:
 
     @property
     def logging_dir(self) -> str | None:
-        """The directory for trackers' files, or None."""
+        """The directory for the files of experiment trackers, or None."""
         return self.project_configuration.logging_dir
 
 
-# The part of the Accelerator's face that speaks to experiment trackers; `RunTracking` does the work
+# Logging to experiment trackers, implemented by `RunTracking`
 
 
 class Tracking:
-    """Members of `Accelerator` that log to experiment trackers."""
+    """Methods of `Accelerator` for logging to experiment trackers."""
 
     tracking: RunTracking
 
@@ -661,7 +667,7 @@ class Tracking:
         return self.tracking.group.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name. On other processes than the main one, return an object that ignores all calls.
+        """Return a tracker by its name. On other processes than the main one, its calls have no effect.
 
         Args:
             name: The tracker's name.
@@ -678,7 +684,7 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Run torch's profiler during the body. With an output directory, each process writes its trace."""
+    """Run torch's profiler in the body, and write each process's trace if a directory is configured."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler
@@ -698,7 +704,14 @@ def save_object(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save an object to a file from one process."""
+    """Save an object to a file from the main process only, with `torch.save` or as safetensors.
+
+    Args:
+        obj: The object. With `safe_serialization`, a dict of tensors.
+        f: The file, or its path.
+        save_on_each_node: True to save on the first process of each machine, False to save on the main process.
+        safe_serialization: True to write safetensors, False to use `torch.save`.
+    """
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
@@ -714,11 +727,15 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ConfigurationError(
-            f"safe_serialization=True writes a dict of tensors, but got a {type(tensors).__name__} of other values. "
-            "Leave it out for other objects.",
+            f"safe_serialization=True can only save a dict of tensors, but got a {type(tensors).__name__} with other "
+            "values. Use safe_serialization=False for other objects.",
         )
     if not isinstance(path, str | os.PathLike):
-        raise ConfigurationError(f"safe_serialization=True writes to a path, but got a {type(path).__name__}.")
+        raise ConfigurationError(
+            f"safe_serialization=True can only save to a path, but got a {type(path).__name__}. Pass a path, or use "
+            "safe_serialization=False for file objects."
+        )
+    # safetensors rejects tensors that share memory. Of tied weights, only the first name is written.
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
@@ -727,11 +744,11 @@ def _save_tensors(tensors: Any, path: Any) -> None:
     save_file(kept, os.fspath(path), metadata={"format": "pt"})
 
 
-# The part of the Accelerator's face that gives models back, and ends with them
+# Models outside the training step
 
 
 class ModelHandling:
-    """Members of `Accelerator` that handle models outside the training step."""
+    """Methods of `Accelerator` for prepared models outside the training step."""
 
     preparation: Preparation
     optimizer_step: OptimizerStep
@@ -756,7 +773,7 @@ class ModelHandling:
         return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collect a model's full state dict on the CPU. Call it on all processes.
+        """Return a model's full state dict with tensors on the CPU. All processes must call this method.
 
         Args:
             model: A prepared model.
@@ -781,7 +798,7 @@ class ModelHandling:
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release all prepared objects and free cached device memory.
+        """Drop the references to all prepared objects, and free cached device memory.
 
         Args:
             *objects: Objects whose references the caller wants to clear.
@@ -792,7 +809,7 @@ class ModelHandling:
         return self.preparation.release(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Release all prepared objects and free cached device memory. An alias of `free_memory`."""
+        """Drop the references to all prepared objects, and free cached device memory, like `free_memory`."""
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
@@ -820,7 +837,7 @@ class ModelHandling:
         return is_spread(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that runs torch's profiler and yields it.
+        """Return a context manager that profiles its body and yields the `torch.profiler.profile` object.
 
         Args:
             profile_handler: Options of the profiler. None uses those of `kwargs_handlers`, or else torch's defaults.
@@ -853,7 +870,7 @@ _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
 class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
-    """Engine that runs a plain PyTorch training loop on any number of devices, after changing about four lines.
+    """Engine for running your own PyTorch training loop on any number of devices, with about four changed lines.
 
     Arguments win over environment variables of the launcher. Several instances are independent of each other.
 
@@ -963,7 +980,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
         if dynamo_backend is not None and dynamo_plugin is not None:
-            raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.")
+            raise ConfigurationError("Both dynamo_backend and dynamo_plugin are set. Pass only one of them.")
         dynamo_plugin = TorchDynamoPlugin(dynamo_backend) if dynamo_backend is not None else dynamo_plugin
         options = PreparationOptions(
             device_placement,
@@ -975,6 +992,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
+        # The strategy comes first, because its configuration may set the precision.
         self.strategy = set_up_strategy(strategy, plugins, launched, process, handlers)
         self.precision = make_precision(mixed_precision, handlers, launched, self.strategy)
         self.precision.setup(process.kind)
@@ -986,6 +1004,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.accumulation = AccumulationWindow(accumulation, self.active_loaders, self.prepared, self.strategy)
         self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
         self.optimizer_step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
+        # The loss scale must not change between micro-batches whose gradients add up.
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         engine = (self.state, self.strategy, self.precision)
         self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)
@@ -1021,7 +1040,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model for distributed training.
+        """Prepare one model for distributed training. The returned module replaces it in the training loop.
 
         Args:
             model: The model.
@@ -1034,7 +1053,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Prepare one optimizer, so that it steps only at the end of a gradient accumulation window."""
+        """Prepare one optimizer. The returned optimizer steps only after the last accumulated micro-batch."""
         return self.preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
@@ -1056,7 +1075,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader, so that each process reads its share of the loader's own order.
+        """Prepare one data loader. The returned loader yields this process's share of the batches.
 
         Args:
             data_loader: A DataLoader, or any iterable of batches.
@@ -1069,7 +1088,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
                 `even_batches`.
 
         Returns:
-            The prepared loader.
+            The prepared loader, which keeps the order of the original one.
         """
         return self.preparation.loader(data_loader, device_placement, tail, place, shard, fill)
 
@@ -1084,7 +1103,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     # step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager for one micro-batch of gradient accumulation.
+        """Return a context manager around one micro-batch, so that optimizers step only every few micro-batches.
 
         Inside it, gradients are reduced and optimizers step only at the end of an accumulation window.
 
@@ -1094,14 +1113,15 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.optimizer_step.accumulate(models)
 
     def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
-        """Return a context manager in which the model's gradients are not reduced over processes."""
+        """Return a context manager in which `backward` does not reduce the model's gradients over processes."""
         return self.optimizer_step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, divided by the number of micro-batches and scaled by the loss scaler.
+        """Compute gradients of a loss, after dividing it by the number of accumulated micro-batches.
 
-        With `weight`, the resulting gradients are those of the weighted mean over all micro-batches of the window and
-        all processes. Pass a weight for every micro-batch or for none.
+        With fp16 mixed precision, the loss is scaled as well. With `weight`, the resulting gradients are those of the
+        weighted mean over all accumulated micro-batches and all processes. Pass a weight for every micro-batch or for
+        none.
 
         Args:
             loss: The mean loss of this micro-batch, a scalar tensor. With `weight`, the sum of its losses.
@@ -1166,7 +1186,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.strategy.split_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return the strategy's context manager for creating a model, for example with sharded parameters."""
+        """Return a context manager for creating a model as the strategy needs it, such as on the meta device."""
         return self.strategy.init_context()
 
     def join_uneven_inputs(

@@ -36,20 +36,21 @@ class Compilation:
         from_torch = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
         if self.backend not in from_torch:
             raise ConfigurationError(
-                f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. It has: "
-                f"{', '.join(sorted({*from_torch}))}.",
+                f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. Available "
+                f"backends: {', '.join(sorted({*from_torch}))}.",
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile a model in place. Of a Trainer's task, compile each submodule. Compiled modules stay unchanged.
+        """Compile a model in place with `torch.compile`. Modules that are already compiled are not changed.
 
-        The task's step methods are not compiled, so that logging causes no graph breaks.
+        Of a Trainer's task, each submodule is compiled instead of the step methods, so that logging causes no graph
+        breaks.
         """
         whole = _callable_parts(model.task) if isinstance(model, StepModule) else [model]
         if not whole:
             logger.warning_once(
-                "There is nothing to compile: the task has no modules with parameters. Put what it computes into a "
-                "torch.nn.Module that it holds."
+                "Nothing is compiled, because the task has no submodules with parameters. Move its computations into "
+                "a torch.nn.Module that is an attribute of the task."
             )
         for part in whole:
             for module in self._regions(part) if self.regional else [part]:
@@ -64,7 +65,7 @@ class Compilation:
             module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the repeated blocks of a model to compile separately, or the model itself if there are none."""
+        """Return the modules to compile separately: a model's repeated blocks, or else the whole model."""
         blocks = repeated_blocks(model)
         if blocks:
             return blocks
@@ -73,6 +74,7 @@ class Compilation:
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 kinds = Counter(type(child) for child in module)
                 found += [child for child in module if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
+        # A block inside another block is compiled together with it.
         inner = {id(part) for block in found for part in block.modules() if part is not block}
         return [block for block in found if id(block) not in inner] or [model]
 
@@ -85,7 +87,7 @@ class Compilation:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules that have parameters and a forward, unlike a `ModuleList`."""
+    """Return the outermost submodules that have parameters and can be called, which a `ModuleList` cannot."""
     found: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -96,7 +98,10 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls a module. All modules of a kind share its code object."""
+    """Return a function to compile in place of `module`, which does nothing but call the module.
+
+    Torch does not compile frames of its own files, but it compiles this function and what it calls.
+    """
     call: Callable[..., Any] = module._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +116,7 @@ def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
 
 @cache
 def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
-    """Return a code object that all modules of a class with equal tensor shapes share.
+    """Return a code object that is shared by all modules with the same class and tensor shapes.
 
     Torch caches compiled code by code object. With a single code object for all modules, each module would count as a
     recompilation. Beyond eight (`torch._dynamo.config.recompile_limit`), nothing more would be compiled.

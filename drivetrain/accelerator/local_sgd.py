@@ -49,7 +49,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ConfigurationError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}.")
+            raise ConfigurationError(f"local_sgd_steps is {local_sgd_steps}, but must be at least 1.")
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and accelerator.strategy.state.held_as != "whole":
             raise ConfigurationError(
@@ -70,6 +70,7 @@ class LocalSGD:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # After an error, other processes may never reach this average.
         if self.enabled and kind is None:
             self._average()
         self._unsynchronised.__exit__(kind, error, traceback)

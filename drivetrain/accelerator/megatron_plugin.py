@@ -22,9 +22,10 @@ _OF_THE_TASK = {
 
 @dataclass
 class MegatronLMPlugin:
-    """Options of the Megatron strategy. `Accelerator(strategy=drivetrain.Megatron(...))` accepts them directly.
+    """Options for training with Megatron-LM, such as the degrees of tensor and pipeline parallelism.
 
-    As with any strategy, the training loop owns learning-rate schedules and data.
+    `Accelerator(strategy=drivetrain.Megatron(...))` accepts the options directly. As with any strategy, the training
+    loop owns learning-rate schedules and data.
 
     Attributes:
         other_megatron_args: Further keys of a `megatron_lm_config`.
@@ -63,7 +64,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def strategy(self) -> Strategy:
-        """Return the Megatron strategy with these options.
+        """Return a `drivetrain.Megatron` strategy with the plugin's options.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -72,7 +73,8 @@ class MegatronLMPlugin:
         for name in given:
             if name in _OF_THE_TASK:
                 raise ConfigurationError(
-                    f"MegatronLMPlugin({name}=...) is a method of the task here: override {_OF_THE_TASK[name]}.",
+                    f"MegatronLMPlugin({name}=...) is not supported. Override the task's method instead: "
+                    f"{_OF_THE_TASK[name]}.",
                 )
         further = given.pop("other_megatron_args", {})
         return cast("Strategy", strategy_class("megatron").from_config({**given, **further}))

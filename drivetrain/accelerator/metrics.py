@@ -23,7 +23,16 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather nested per-sample values of the current batch from all processes, without padding rows."""
+    """Gather per-sample values from all processes, without the values of padding rows.
+
+    Args:
+        data: Tensors or Python objects, possibly nested, computed from the current batch.
+        loader: The loader of the current batch. None uses all loaders being iterated.
+        active: The loaders being iterated.
+        topology: The arrangement of processes.
+        as_objects: True to gather Python objects, one per sample.
+    """
+    # A loader that skips batches is a view of the loader that knows the current batch.
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):
@@ -34,7 +43,6 @@ def gather_real_rows(
 
 
 def _cut(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
-    """Remove the padding rows from one process's values."""
 
     def cut(tensor: Tensor) -> Tensor:
         keep = _real_rows(source, tensor)
@@ -44,12 +52,12 @@ def _cut(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
 
 
 def _gather_same_shape(topology: Topology, data: Any) -> Any:
-    """Concatenate tensors that have equal shapes on all processes."""
     count = topology.environment.world_size
 
     def pick(tensor: Tensor) -> Tensor:
         return torch.cat(topology.select(tensor.chunk(count), rows=True))
 
+    # Processes that share a batch, as in tensor parallelism, have equal values. Keep one copy.
     everything = collectives.gather(data)
     return everything if topology.data_ranks is None else recursively_apply(pick, everything)
 
@@ -69,7 +77,7 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if a sequence is a structure of values, and False if it holds one object per sample."""
+    """Return True if a list or tuple holds nested values, and False if each item belongs to one sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
@@ -98,10 +106,11 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
     try:
         recursively_apply(note, data)
         everyone = collectives.gather_object([kept])
+    # Other processes are already in the collective: take part in it, so that all can raise the error.
     except DataError as error:
         everyone = collectives.gather_object([_Ambiguous(error)])
     _raise_what_any_raised(everyone)
-    # Which tensors are per-sample must be the same everywhere: where ranks disagree, none is cut.
+    # All ranks must cut the same tensors. If they disagree about a tensor, none of them cuts it.
     verdicts = iter([None not in votes for votes in zip(*everyone, strict=True)])
     counts = iter(kept)
 
@@ -118,7 +127,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """Gather Python objects: one per sample for lists and tensors, else one per process."""
+    """Gather Python objects from all processes: one per sample for lists and tensors, else one per process."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]
@@ -133,7 +142,10 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Marker that a process sends if it cannot determine its padding, so that other processes do not wait."""
+    """Error message that a process sends instead of its values, so that all other processes fail too.
+
+    Without this message, they would wait for the values.
+    """
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -147,7 +159,7 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
 
 
 def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if every current batch is full and without padding on all processes.
+    """Return True if all processes have full batches without padding, so that no rows must be removed.
 
     All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with
     batches of one size reports.
@@ -156,24 +168,22 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
         info = loader.current
         if info is not None:
             fixed = isinstance(loader.loader, DataLoader) and loader.loader.batch_size is not None
-            # Of what each process reads by itself, no count is the same on all of them.
+            # If each process reads its own data, the counts differ between processes.
             if not fixed or not loader.is_shared or info.global_rows != loader.total_batch_size:
                 return False
     return True
 
 
 def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if any current batch of this process contains padding rows."""
     return any(loader.current is not None and loader.current.padding for loader in _loaders(source))
 
 
 def _is_short(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if any current batch of this process has fewer real rows than a full batch."""
     return any(map(_missing, _loaders(source)))
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
-    """Return how many leading rows of a tensor are real, or None if its rows are not those of a batch.
+    """Return how many leading rows of a tensor are not padding. None if it does not belong to a batch.
 
     A tensor belongs to a current batch if it has the same number of rows. If the current batch has fewer real rows than
     a full one, a tensor with the rows of a full batch also counts, such as a loss repeated by the batch size. In nested
@@ -192,7 +202,7 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """Return how many real rows the current batch has fewer than a full one, or 0 if unknown."""
+    """Return the number of rows by which the current batch is smaller than a full one, or 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

@@ -60,7 +60,7 @@ from drivetrain.strategies.base import Configured, PlacesBatches, joined, lay_ou
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
-# `AcceleratorState`: what `accelerator.state` shows, the process's state and what one engine was made with
+# `accelerator.state`: the process state and the settings of one Accelerator
 
 
 _ENGINE = "engine"
@@ -68,7 +68,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings with which an Accelerator was created, under the names of its arguments.
+    """Settings with which an Accelerator was created, kept for `accelerator.state`.
 
     Attributes:
         mixed_precision: The name of the precision. Full precision is `"no"`.
@@ -86,7 +86,7 @@ class EngineRecord:
 
 
 class AcceleratorState(PartialState):
-    """Process state of a run together with the settings of its Accelerator (`accelerator.state`).
+    """Process information and settings of an Accelerator, available as `accelerator.state`.
 
     An instance that a script creates shows the Accelerator that was created last. Each Accelerator has its own.
 
@@ -112,81 +112,85 @@ class AcceleratorState(PartialState):
             record = EngineRecord(named, plugins=plugins)
         elif mixed_precision is not None and mixed_precision != record.mixed_precision:
             raise ConfigurationError(
-                f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
-                f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...).",
+                f"This process already has an Accelerator with mixed_precision={record.mixed_precision!r}, so "
+                f"AcceleratorState cannot use {mixed_precision!r}. Pass it to Accelerator(mixed_precision=...) "
+                "instead.",
             )
         object.__setattr__(self, "engine_record", record)
         self.registry()[_ENGINE] = record
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the Accelerator that was created last. With `reset_partial_state`, also forget the process state."""
+        """Forget the most recent Accelerator, and with `reset_partial_state` also the process state."""
         cls.registry().pop(_ENGINE, None)
         if reset_partial_state:
             super()._reset_state()
 
     @property
     def record(self) -> EngineRecord:
-        """The settings with which the Accelerator was created."""
+        """The Accelerator's settings, such as its precision and plugins, in one object."""
         try:
             found: EngineRecord = self.engine_record
-        except AttributeError:  # out of a pickle
+        except AttributeError:  # an unpickled state has no record
             found = self.registry().get(_ENGINE) or EngineRecord()
         return found
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of distributed setup, from the strategy if `DistributedType` has it, else from the processes."""
+        """The kind of distributed setup, such as `MULTI_GPU`, `FSDP` or `DEEPSPEED`.
+
+        A strategy without a member in `DistributedType` is described by its processes.
+        """
         return self.record.distributed_type or super().distributed_type
 
     @property
     def mixed_precision(self) -> str:
-        """The name of the precision. Full precision is `"no"`."""
+        """The name of the precision, such as `"bf16"`, or `"no"` for full precision."""
         return self.record.mixed_precision
 
     @property
     def deepspeed_plugins(self) -> Any:
-        """The DeepSpeed plugins that were passed: a dict by name, or a single one."""
+        """The DeepSpeed plugins passed to the Accelerator: a dict by name, a single plugin, or None."""
         return self.record.plugins.get("deepspeed_plugins")
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The active DeepSpeed plugin, or None."""
+        """The DeepSpeed plugin in use, from the script or the launcher, or None without DeepSpeed."""
         return self.record.plugins.get("deepspeed_plugin")
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The FSDP plugin, or None."""
+        """The FSDP plugin in use, from the script or the launcher, or None without FSDP."""
         return self.record.plugins.get("fsdp_plugin")
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The Megatron plugin, or None."""
+        """The Megatron-LM plugin in use, from the script or the launcher, or None without Megatron-LM."""
         return self.record.plugins.get("megatron_lm_plugin")
 
     @property
     def torch_tp_plugin(self) -> Any:
-        """The tensor-parallel plugin, or None."""
+        """The tensor-parallel plugin that was passed to the Accelerator, or None."""
         return self.record.plugins.get("torch_tp_plugin")
 
     @property
     def dynamo_plugin(self) -> Any:
-        """The compilation plugin, or None."""
+        """The plugin with the options of `torch.compile`, or None before an Accelerator exists."""
         return self.record.plugins.get("dynamo_plugin")
 
     @property
     def parallelism_config(self) -> Any:
-        """The configured sizes of the device mesh, or None."""
+        """The configuration of the device mesh, from the script or the launcher, or None."""
         return self.record.plugins.get("parallelism_config")
 
     @property
     def device_mesh(self) -> Any:
-        """The device mesh, or None."""
+        """Always None: the strategy does not publish its device mesh in this state."""
         return self.record.plugins.get("device_mesh")
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if parameters are sharded by torch's `fully_shard`."""
+        """True if the strategy shards parameters with torch's `fully_shard` (FSDP 2)."""
         return self.record.is_fsdp2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
@@ -199,13 +203,13 @@ class AcceleratorState(PartialState):
         if not isinstance(plugins, dict) or name not in plugins:
             named = ", ".join(plugins) if isinstance(plugins, dict) else "none"
             raise ConfigurationError(
-                f"There is no DeepSpeed plugin {name!r}; named are: {named}. Give this Accelerator all of them: "
-                "Accelerator(deepspeed_plugins={name: plugin, ...}).",
+                f"There is no DeepSpeed plugin named {name!r}. Existing plugins: {named}. Pass all plugins by name: "
+                f"Accelerator(deepspeed_plugins={{name: plugin, ...}}).",
             )
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Activate one of several DeepSpeed plugins for the following calls of `prepare`.
+        """Select which of several DeepSpeed plugins the next calls of `prepare` use.
 
         Objects that are already prepared keep their configuration. `deepspeed_plugin` returns the active plugin.
 
@@ -231,14 +235,17 @@ class AcceleratorState(PartialState):
 def autocast_context(
     precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
 ) -> AbstractContextManager[Any]:
-    """Return the precision's autocast context for computations outside a model."""
+    """Return a precision's autocast context, for computations outside a prepared model such as the loss."""
     if options is None:
         return precision.forward_context()
     return precision.autocast(kind, options.enabled, options.cache_enabled)
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """Wrap a function so that it runs in the precision's forward context, or return it unchanged if there is none."""
+    """Return a function that calls `function` in the precision's context, such as autocast.
+
+    A precision without a context returns `function` unchanged.
+    """
     if not overrides(precision, "forward_context"):
         return function
 
@@ -251,7 +258,7 @@ def under_precision(function: Callable[..., Any], precision: Precision) -> Calla
 
 
 class PrecisionForward:
-    """Replacement for a module's `forward` that applies a precision.
+    """Replacement for a module's `forward` that runs the original in a mixed or low precision.
 
     It casts inputs, enters the precision's context, and converts outputs to float32 under mixed precision, so that a
     loss outside the model is computed in float32.
@@ -279,19 +286,20 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Restore a module's original forward."""
+        """Restore the original `forward` of a module whose `forward` was replaced to apply a precision."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Apply a precision to a module's forward, replacing one that was applied before."""
+    """Replace a module's `forward` with one that applies a precision. An earlier precision is removed."""
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
             return
         PrecisionForward.remove(model)
     if overrides(precision, "forward_context") or overrides(precision, "convert_batch"):
+        # An attribute of the instance shadows the method of its class.
         model.__dict__["forward"] = PrecisionForward(model.forward, precision)
 
 
@@ -311,7 +319,17 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Create the requested precision, or else that of the launcher, or else that of the strategy's configuration."""
+    """Create the precision from the script's argument, else from the launcher, else from the strategy.
+
+    Args:
+        spec: The `mixed_precision` argument of the script, or None.
+        handlers: The option objects from `kwargs_handlers`.
+        launched: The launcher's settings.
+        strategy: The strategy, whose configuration may set a precision.
+
+    Raises:
+        ConfigurationError: `spec` is a `Precision`, but `handlers` has options for a precision too.
+    """
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
@@ -323,8 +341,8 @@ def make_precision(
         for handler in (scaling, casting, recipes):
             if handler is not None:
                 raise ConfigurationError(
-                    f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
-                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0).",
+                    f"{type(handler).__name__} cannot be combined with mixed_precision={spec!r}, because this object "
+                    "has its own options. Pass the options to it, for example Float16Mixed(init_scale=1024.0).",
                 )
         return spec
     precision = resolve_precision(spec)
@@ -341,7 +359,7 @@ def make_precision(
 
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
-    """Return the name of a precision as a `mixed_precision` value. Full precision is `"no"`."""
+    """Return the `mixed_precision` value for a precision, such as `"bf16"`, or `"no"` for full precision."""
     if isinstance(strategy, Configured):
         return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
@@ -355,30 +373,48 @@ def backend_of(precision: Precision) -> str | None:
 def set_up_strategy(
     spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
 ) -> Strategy:
-    """Create the strategy that a name, a plugin or the launcher selects, and set it up on this process."""
+    """Create and initialize the strategy that is selected by its name, by a plugin or by the launcher.
+
+    A name or an object wins over the launcher, and a plugin must not contradict a name.
+
+    Args:
+        spec: The `strategy` argument of the script. `"auto"` leaves the choice to plugins and the launcher.
+        plugins: The plugins that were passed.
+        launched: The launcher's settings.
+        process: The process state.
+        handlers: The option objects from `kwargs_handlers`.
+
+    Raises:
+        ConfigurationError: The options contradict each other, or the strategy cannot run on this kind of device.
+    """
     asked = (plugins.fsdp_plugin, plugins.deepspeed_plugin, plugins.parallelism_config, plugins.megatron_lm_plugin)
     chosen: str | Strategy = spec
     options = find_handler(handlers, DistributedDataParallelKwargs)
     given = launched.strategy_with(*asked) if any(plugin is not None for plugin in asked) else None
     if given is not None:
         if spec not in ("auto", given.name):
-            raise ConfigurationError(f"strategy={spec!r} contradicts a plugin, which asks for {given!r}. Give one.")
+            raise ConfigurationError(
+                f"strategy={spec!r} contradicts a plugin, which selects {given!r}. Pass only one of them."
+            )
         chosen = given
     elif spec == "auto" and (of_launcher := launched.strategy()) is not None:
         chosen = of_launcher
         if options is not None:
             logger.warning_once(
-                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {of_launcher.name!r}."
+                "DistributedDataParallelKwargs has no effect, because the launcher selects the strategy "
+                f"{of_launcher.name!r}."
             )
             options = None
     if options is None:
         strategy = resolve_strategy(chosen, process.environment, process.kind)
         kind = process.kind
+        # A subclass of a supported strategy is supported too.
         names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
         if kind.strategies and not names & {*kind.strategies}:
             raise ConfigurationError(
                 f"strategy={strategy.name!r} cannot run on {kind.name!r} devices. Use "
-                f"{' or '.join(map(repr, kind.strategies))}, or another device: cpu=True, Trainer(accelerator='cpu').",
+                f"strategy={' or '.join(map(repr, kind.strategies))}, or another device, such as "
+                "Accelerator(cpu=True) or Trainer(accelerator='cpu').",
             )
     else:
         given_as, named = "DistributedDataParallelKwargs", options.strategy_options()
@@ -391,13 +427,13 @@ def set_up_strategy(
     return strategy
 
 
+# Member of DistributedType for each strategy. Other strategies get the member that describes their processes.
 _TYPES = {
     "fsdp": DistributedType.FSDP,
     "deepspeed": DistributedType.DEEPSPEED,
     "megatron": DistributedType.MEGATRON_LM,
     "xla": DistributedType.XLA,
 }
-"""What Accelerate calls strategies, by their names."""
 
 
 def make_state(
@@ -408,7 +444,7 @@ def make_state(
     launched: Launched,
     dynamo: TorchDynamoPlugin | None,
 ) -> AcceleratorState:
-    """Create `accelerator.state`, which combines the process state with the Accelerator's settings."""
+    """Create `accelerator.state` from the process state and the settings of an Accelerator."""
     shown = {name: value for name, value in vars(plugins).items() if value is not None}
     if launched.settings:
         asked = {
@@ -430,7 +466,7 @@ def make_state(
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the settings of the run's output directory."""
+    """Return the project configuration, after setting its `project_dir` to `directory` if one is given."""
     given = None if directory is None else os.fspath(directory)
     if configuration is None:
         return ProjectConfiguration(project_dir=given)
@@ -439,18 +475,20 @@ def make_project(
         configuration.logging_dir = configuration.logging_dir or given
     elif given is not None and given != configuration.project_dir:
         raise ConfigurationError(
-            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one.",
+            f"project_dir={given!r} contradicts project_config, whose project_dir is {configuration.project_dir!r}. "
+            "Pass only one of them.",
         )
     return configuration
 
 
 def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Return the settings by which loaders are sharded over processes."""
+    """Return a copy of the data loader settings, or new settings from `split_batches` if None are given."""
     if given is None:
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
         raise ConfigurationError(
-            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there.",
+            "split_batches=True contradicts dataloader_config.split_batches, which is False. Set it in "
+            "dataloader_config only.",
         )
     return replace(given)  # the instance's own, which `even_batches` may change
 
@@ -458,11 +496,20 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """Return the settings of gradient accumulation: those passed, or else those of the launcher."""
+    """Return the gradient accumulation settings from the script, or else from the launcher.
+
+    Args:
+        steps: The number of micro-batches per optimizer step, or None.
+        plugin: The settings that the script passed, or None.
+        launched: The launcher's settings.
+
+    Raises:
+        ConfigurationError: `steps` contradicts `plugin`.
+    """
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
-            f"{plugin.num_steps}. Give one of the two.",
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, whose num_steps is "
+            f"{plugin.num_steps}. Pass only one of them.",
         )
     if plugin is not None:
         return plugin
@@ -488,11 +535,13 @@ FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the o
 
 @dataclass
 class PreparationOptions:
-    """Options of `prepare`. Changes apply to objects that are prepared later.
+    """Options for preparing models, optimizers, data loaders and schedulers.
+
+    Changes apply to objects that are prepared later.
 
     Attributes:
         device_placement: True to move models and batches to the device.
-        dataloader_config: Settings by which loaders are sharded over processes.
+        dataloader_config: Settings for sharding data loaders over processes.
         step_scheduler_with_optimizer: True if schedulers step together with their optimizers.
         step_scheduler_per_process: True if a scheduler steps once per process for each optimizer step, unless
             `split_batches` is set.
@@ -507,7 +556,7 @@ class PreparationOptions:
 
 
 class Preparation:
-    """Prepares the objects of a run, records them in `Prepared`, and releases them.
+    """Preparation of models, optimizers, data loaders and schedulers for distributed training.
 
     Attributes:
         compilation: Options for compiling models, or None.
@@ -533,10 +582,14 @@ class Preparation:
         self._step, self._prepared, self._active = step, prepared, active
 
     def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers in any order. See `Accelerator.prepare`."""
+        """Prepare models, optimizers, data loaders and schedulers. Returns them in the given order.
+
+        See `Accelerator.prepare`.
+        """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
-                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each.",
+                f"device_placement has {len(device_placement)} entries for {len(objects)} objects. Pass one entry for "
+                "each object.",
             )
         placement = list(device_placement or [None] * len(objects))
         prepared: list[Any] = list(objects)
@@ -555,6 +608,7 @@ class Preparation:
             elif isinstance(item, DataLoader):
                 prepared[index] = self.loader(item, placement[index])
         for index, item in enumerate(prepared):
+            # Last, because a scheduler looks up the prepared wrapper of its optimizer.
             if is_scheduler(item):
                 prepared[index] = self.scheduler(item)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -562,7 +616,7 @@ class Preparation:
     # models
 
     def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """Prepare one model. See `Accelerator.prepare_model`."""
+        """Prepare one model, and return the module to call in its place. See `Accelerator.prepare_model`."""
         return self._model_with(model, [], device_placement, evaluation_mode)[0]
 
     def _model_with(
@@ -581,6 +635,7 @@ class Preparation:
         if not isinstance(model, StepModule):  # whose steps open the precision themselves
             wrap_forward(model, self._precision)
         move = self._moves(device_placement)
+        # Not added to the prepared objects, so that checkpoints do not include the model.
         if evaluation_mode:
             return self._strategy.prepare(model, None, self._precision, move)[0], optimizers
         bare = [unwrap_optimizer(optimizer) for optimizer in optimizers]
@@ -603,13 +658,16 @@ class Preparation:
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Collect a model's full state dict on the CPU. See `Accelerator.get_state_dict`."""
+        """Return a model's full, unsharded state dict with tensors on the CPU.
+
+        See `Accelerator.get_state_dict`.
+        """
         return self._strategy.state.model(model, full=True, everywhere=True)
 
     # optimizers and schedulers
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Prepare one optimizer, so that it steps only at the end of a gradient accumulation window."""
+        """Prepare one optimizer. The returned optimizer steps only after the last accumulated micro-batch."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         for known in self._prepared.optimizers:
@@ -626,7 +684,10 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler. See `Accelerator.prepare_scheduler`."""
+        """Prepare one learning-rate scheduler. The returned scheduler steps only if its optimizers do.
+
+        See `Accelerator.prepare_scheduler`.
+        """
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         for known in self._prepared.schedulers:
@@ -638,6 +699,7 @@ class Preparation:
         ] or self._prepared.optimizers
         options = self.options
         if steps_per_call is None:
+            # With sharded loaders, a schedule written for one process would otherwise advance too slowly.
             once = options.dataloader_config.split_batches or not options.step_scheduler_per_process
             steps_per_call = 1 if once else self._state.num_processes
         prepared = PreparedScheduler(
@@ -661,7 +723,10 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader. See `Accelerator.prepare_data_loader`."""
+        """Prepare one data loader. The returned loader yields this process's share of the batches.
+
+        See `Accelerator.prepare_data_loader`.
+        """
         if isinstance(data_loader, PreparedLoader | SkippingLoader):
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
@@ -673,6 +738,7 @@ class Preparation:
             place = own.around(place)
         if shard is None:
             shard = self._strategy.topology.data_shard
+            # Data that the script has already split, for example with a DistributedSampler, must not be split again.
             if shard.count > 1 and (not config.use_distributed_sampler or is_split_already(data_loader)):
                 shard = DataShard()
         prepared = prepare_loader(
@@ -697,7 +763,6 @@ class Preparation:
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        """Return the function that moves a batch to the device, or None on the CPU."""
         kind, device = self._state.kind, self._state.device
         if kind.name == "cpu":
             return None
@@ -706,18 +771,22 @@ class Preparation:
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """Allow processes to have different numbers of batches in the body. See `Accelerator.join_uneven_inputs`."""
+        """Return a context manager in which processes may have different numbers of batches.
+
+        See `Accelerator.join_uneven_inputs`.
+        """
         joining = joined(self._strategy, models)
         if joining is None and self._state.use_distributed:
             warnings.warn(
-                f"join_uneven_inputs has no effect with {self._strategy!r}, whose processes must have as many batches.",
+                f"join_uneven_inputs has no effect with {self._strategy!r}: all processes must have the same number "
+                "of batches.",
                 stacklevel=4,
             )
         changed = [loader for loader in self._prepared.loaders if even_batches is not None]
         if any(loader.ends_as_its_stream for loader in changed):
             warnings.warn(
-                f"even_batches={even_batches} is only supported for map-style datasets: loaders over iterable datasets "
-                "end where their streams do.",
+                f"even_batches={even_batches} has no effect on loaders of iterable datasets, which end when their "
+                "data ends. It is only supported for map-style datasets.",
                 stacklevel=4,
             )
         before = [loader.tail for loader in changed]
@@ -731,7 +800,7 @@ class Preparation:
                 loader.tail = tail
 
     def release(self, objects: Sequence[Any]) -> list[None]:
-        """Release all prepared objects and free cached device memory. See `Accelerator.free_memory`."""
+        """Forget all prepared objects and free cached device memory. See `Accelerator.free_memory`."""
         for loader in self._prepared.loaders:
             self._active.leave(loader)
         self._prepared.clear()
@@ -745,7 +814,6 @@ class Preparation:
 
 
 def _tail(even_batches: bool | None) -> TailPolicy:
-    """Return the treatment of last batches whose number is not a multiple of the number of processes."""
     return TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
 
 
@@ -755,7 +823,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the module that `torch.compile` returned for a prepared model, or None if it is not compiled."""
+    """Return the compiled module around `bare` in a prepared model, or None if the model is not compiled."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

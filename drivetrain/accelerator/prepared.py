@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """Prepared objects of a run. Each list is in the order of preparation.
+    """Lists of a run's prepared models, optimizers, schedulers and data loaders, in preparation order.
 
     Attributes:
         models: The modules to call, as the strategy returned them.
@@ -42,7 +42,7 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the unwrapped optimizers that hold parameters of a model. With a single model, return all of them."""
+        """Return the original optimizers that train a model, or all optimizers if there is only one model."""
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -50,7 +50,7 @@ class Prepared:
         return [one for one in bare if any(id(parameter) in own for parameter in parameters_of(one))]
 
     def owners_of(self, parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
-        """Return the unwrapped optimizers that hold any of the given parameters."""
+        """Return the original optimizers that train at least one of the given parameters."""
         wanted = {id(parameter) for parameter in parameters}
         bare = (optimizer.optimizer for optimizer in self.optimizers)
         return [one for one in bare if any(id(parameter) in wanted for parameter in parameters_of(one))]
@@ -61,13 +61,13 @@ class Prepared:
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def forget(self, objects: Sequence[Any]) -> None:
-        """Remove objects from the run, compared by identity. Unknown objects are ignored."""
+        """Remove the given objects from the lists of prepared objects. Unknown objects are ignored."""
         gone = {id(item) for item in objects}
         for group in self._groups():
             group[:] = [item for item in group if id(item) not in gone]
 
     def forget_model(self, model: nn.Module) -> None:
-        """Remove a model from the run, together with optimizers that hold only its parameters, and their schedulers."""
+        """Remove a prepared model, the optimizers that train only this model, and their schedulers."""
         own = {id(parameter) for parameter in model.parameters()}
         optimizers = [o for o in self.optimizers if all(id(parameter) in own for parameter in parameters_of(o))]
         gone = {id(optimizer) for optimizer in optimizers}
@@ -75,7 +75,7 @@ class Prepared:
         self.forget([model, *optimizers, *schedulers])
 
     def clear(self) -> None:
-        """Remove all objects except the registered ones."""
+        """Remove all prepared objects from the lists. Objects registered for checkpointing remain."""
         for group in self._groups():
             group.clear()
 
@@ -88,20 +88,20 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# `GradientState`: where an accumulation window and the loaders being iterated are
+# `accelerator.gradient_state`: gradient accumulation and the loaders being iterated
 
 
 _GRADIENTS = "gradients"
 
 
 class GradientState:
-    """View of an Accelerator's gradient accumulation and of the loaders being iterated (`accelerator.gradient_state`).
+    """Progress of gradient accumulation and of data loader iteration, available as `accelerator.gradient_state`.
 
     An instance that a script creates shows the Accelerator that was created last.
 
     Args:
         gradient_accumulation_plugin: The accumulation settings, if there is no Accelerator.
-        window: The accumulation window of an Accelerator.
+        window: The counter of micro-batches of an Accelerator.
         active: The loaders being iterated.
     """
 
@@ -113,6 +113,7 @@ class GradientState:
         active: ActiveLoaders | None = None,
     ) -> None:
         self._plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        # Weak references, so that the registry does not keep a deleted Accelerator alive.
         self._own = None if window is None or active is None else (weakref.ref(window), weakref.ref(active))
         self._synchronises = True
         if self._own is not None:
@@ -120,7 +121,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the Accelerator that was created last."""
+        """Forget the most recent Accelerator, so that new instances no longer show its state."""
         PartialState.registry().pop(_GRADIENTS, None)
 
     def _find(self) -> tuple[AccumulationWindow | None, ActiveLoaders | None]:
@@ -129,7 +130,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True if an Accelerator exists."""
+        """True if an Accelerator exists in this process."""
         return self._find()[0] is not None
 
     @property
@@ -151,13 +152,13 @@ class GradientState:
 
     @property
     def plugin(self) -> GradientAccumulationPlugin:
-        """The settings of gradient accumulation."""
+        """The `GradientAccumulationPlugin` with the accumulation settings in use."""
         window, _ = self._find()
         return self._plugin if window is None else window.plugin
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation settings as a dict. Assigned entries apply from the next micro-batch on."""
+        """The accumulation settings as a dict. Changed entries apply from the next micro-batch on."""
         return vars(self.plugin)
 
     @property
@@ -167,12 +168,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The `adjust_scheduler` setting of the plugin."""
+        """The `adjust_scheduler` option of the accumulation settings, which has no effect."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """True if the last batch of a loader ends an accumulation window."""
+        """True if a loader's last batch always triggers an optimizer step, even with too few micro-batches."""
         return self.plugin.sync_with_dataloader
 
     @property
@@ -188,7 +189,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """The loaders being iterated, from the outermost to the innermost, after a leading None."""
+        """A list of None, followed by the data loaders being iterated, from outermost to innermost."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
@@ -205,13 +206,13 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The number of real samples in the last batch over all processes, or -1 if unknown."""
+        """The number of samples in an epoch's last global batch, without padding. -1 before it, or if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """True if an XLA optimizer step must not reduce gradients, because they are already reduced."""
+        """Always True: gradients are already reduced when an optimizer steps on XLA devices."""
         return True
 
     def __repr__(self) -> str:
@@ -225,15 +226,17 @@ def _nothing() -> None:
     return None
 
 
-# A prepared optimizer: steps only where an accumulation window ends, and records when a step was skipped
+# Optimizer that steps only at the end of an accumulation window, and records if a step was skipped
 
 
 class PreparedOptimizer(OptimizerProxy):
-    """Optimizer returned by `Accelerator.prepare`. Other attributes are those of the original optimizer.
+    """Optimizer returned by `Accelerator.prepare`, which steps only after the last accumulated micro-batch.
+
+    Other attributes are those of the original optimizer.
 
     Args:
         optimizer: The original optimizer, also available as `.optimizer`.
-        step: The engine's optimizer step, which runs this optimizer.
+        step: The Accelerator's optimizer step, which runs this optimizer.
         prepared: The prepared objects of the run.
         strategy: The strategy, which reduces gradients over processes.
 
@@ -241,7 +244,7 @@ class PreparedOptimizer(OptimizerProxy):
         needs_closure: True if the optimizer cannot step without a closure, such as L-BFGS.
         step_was_skipped: True if the last step was skipped because gradients overflowed.
         has_stepped: True if a step has used the current gradients.
-        holds_abandoned: True if the gradients belong to a window whose loop ended before its step.
+        holds_abandoned: True if the gradients belong to an accumulation window whose loop ended before its step.
     """
 
     def __init__(self, optimizer: Optimizer, step: OptimizerStep, prepared: Prepared, strategy: Strategy) -> None:
@@ -256,6 +259,7 @@ class PreparedOptimizer(OptimizerProxy):
         self.holds_abandoned = False
 
     def __getattr__(self, name: str) -> Any:
+        # While an object is copied, the attribute may not exist yet, and `getattr` below would recurse.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -319,11 +323,11 @@ class PreparedOptimizer(OptimizerProxy):
         return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the original optimizer."""
+        """Return the original optimizer's state dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the original optimizer. Tensors get the memory layout of their parameters."""
+        """Load a state dict into the original optimizer, with the parameters' memory layout for its tensors."""
         self.optimizer.load_state_dict(state_dict)
         lay_out_state(self.optimizer)
 
@@ -336,46 +340,44 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
+# Replaces the engine of a copied or unpickled optimizer, which belongs to no Accelerator: each `step` runs.
 class _Alone:
-    """Placeholder engine of a copied or unpickled optimizer, with which every call of `step` runs."""
-
     window = None
     holds_gradients = False
 
     @staticmethod
     def step(prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the original optimizer."""
         prepared.has_stepped = True
         return prepared.optimizer.step(closure)
 
 
 def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
-    """Create the wrapper of a pickled or copied optimizer. Prepare its `.optimizer` to train with it."""
+    # To train with the copy, prepare its `.optimizer`.
     engine: Any = _Alone()
     engine.window = engine
     return PreparedOptimizer(optimizer, engine, Prepared(), Strategy())
 
 
-# The accumulation window: which micro-batch is this, how many does an optimizer step hold, and is this the last
+# Counting the micro-batches of an optimizer step
 
 
 class AccumulationWindow:
-    """Counts the micro-batches of optimizer steps, for a raw loop and for a driver that plans its windows.
+    """Counter of the micro-batches that contribute to the next optimizer step.
 
-    A raw loop enters each micro-batch by `advance`, and the end of its loader ends the window. A driver that has the
-    micro-batches of a step at hand sets how many there are (`begin`) and enters each by `advance_planned`. The count
-    belongs to the loop over one loader: when that loop ends, however it ends, the next window starts from zero.
+    A plain loop enters each micro-batch by `advance`, and the end of its data loader ends the window. The Trainer,
+    which fetches the micro-batches of a step in advance, sets their number with `begin` and enters each by
+    `advance_planned`. The count belongs to the loop over one loader: when that loop ends, for any reason, the next
+    window starts from zero.
 
     Attributes:
         plugin: The options.
-        sync_gradients: Whether the current micro-batch ends a window, so that optimizers step.
-        size: Micro-batches of the current window: fewer than `num_steps` where the loader ends before.
-        planned: Whether a driver has set how many micro-batches the current window holds.
-        holds_gradients: Whether a backward of the current window's earlier or present micro-batches has run, so
-            that clearing gradients now would lose some of it.
-        is_abandoned: Whether gradients are left of a window whose loop ended before its step; they are discarded.
-        weighted: Whether the window's losses have weights, so that no gradient was normalised by `size`.
-        count: Micro-batches of the current window that were entered; 0 if the next one begins a window.
+        sync_gradients: True if the current micro-batch is the last of its window, so that optimizers step.
+        size: The number of micro-batches in the current window. Less than `num_steps` if the loader ends earlier.
+        planned: True if `begin` has set the number of micro-batches in the current window.
+        holds_gradients: True if a backward of the current window has run, so that clearing gradients would lose some.
+        is_abandoned: True if gradients remain from a loop that ended before its optimizer step. They are discarded.
+        weighted: True if the window's losses have weights, so that no gradient was divided by `size`.
+        count: The number of micro-batches entered in the current window. 0 if the next one begins a window.
     """
 
     def __init__(
@@ -396,11 +398,11 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True if gradients of an unfinished window are held."""
+        """True if gradients have accumulated for an optimizer step that needs more micro-batches."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
-        """Enter the next micro-batch of a raw loop."""
+        """Count the next micro-batch of a plain loop, and set `sync_gradients` if it is the last of its window."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self.count == 0:
@@ -409,6 +411,7 @@ class AccumulationWindow:
             self.holds_gradients = self.weighted = self.planned = False
             self.size = self.plugin.num_steps
             if loader is not None and info is not None and self.plugin.average_short_window:
+                # Fewer batches may be left than a full window needs. Their losses are averaged over their own number.
                 remaining = loader.remaining
                 if remaining is not None:
                     self.size = max(1, min(self.size, remaining))
@@ -417,14 +420,14 @@ class AccumulationWindow:
         self.sync_gradients = self.count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
             if self.count != self.size and self.plugin.average_short_window:
-                # The loader had no length, or not the one it reported: what is held was normalised by a wrong number.
+                # The loader had no length or reported a wrong one, so the gradients were divided by a wrong number.
                 if self.holds_gradients and not self.weighted:
                     self._scale(self.size / self.count)
                 self.size = self.count
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Begin a window with a known number of micro-batches."""
+        """Start a new accumulation window that has `size` micro-batches."""
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size
@@ -433,7 +436,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Enter the next micro-batch of a window started by `begin`."""
+        """Count the next micro-batch of a window whose size was set with `begin`."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -441,24 +444,25 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """End planned windows. Gradients that no step has used are discarded."""
+        """Reset the counter, and mark gradients of an unfinished window to be discarded."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
 
     def set_steps(self, num_steps: int) -> None:
-        """Change the number of micro-batches per window, from the next window on."""
+        """Change the number of micro-batches per optimizer step, from the next accumulation window on."""
         plugin = self.plugin
         self.plugin = replace(plugin, num_steps=num_steps)
         if self.count == 0:
             self.size = num_steps
 
     def mark_backward(self) -> None:
-        """Record that gradients of the current window have been computed."""
+        """Record that a backward pass has added gradients for the next optimizer step."""
+        # Without `accumulate`, there are no windows, and gradients never belong to an unfinished one.
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear gradients of a loop that ended within a window, unless a step has used them."""
+        """Clear gradients that remain from a loop that ended before its optimizer step."""
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -470,18 +474,20 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Scale the gradients if a window turns out to have another number of micro-batches than planned."""
+        """Multiply all gradients by a factor, to correct their average for the actual number of micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
+            # Models may share parameters, which must be scaled only once.
             own = [parameter for parameter in model.parameters() if id(parameter) not in done]
             done.update(map(id, own))
             self._strategy.gradients.scale(own, factor, model=model)
+        # Optimizers may hold parameters that belong to no prepared model.
         others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
         rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
         scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)
 
     def _abandon(self) -> None:
-        """Record that a loop ended. Gradients that no step has used by then are discarded."""
+        """Mark the gradients that no optimizer step has used, so that they are cleared before the next window."""
         self.is_abandoned = True
         for optimizer in self._prepared.optimizers:
             optimizer.holds_abandoned = not optimizer.has_stepped and any(
@@ -495,7 +501,7 @@ class AccumulationWindow:
             self.reset()
 
     def reset(self) -> None:
-        """Start a new window with the next micro-batch."""
+        """Set the counter to zero, so that the next micro-batch begins a new accumulation window."""
         self.count = 0
         self.sync_gradients = True
         self.holds_gradients = self._entered = self.planned = False
@@ -507,16 +513,16 @@ class AccumulationWindow:
 
 
 class PreparedScheduler:
-    """Learning-rate scheduler returned by `Accelerator.prepare`.
+    """Learning-rate scheduler returned by `Accelerator.prepare`, which steps only if its optimizers do.
 
     Args:
         scheduler: The original scheduler, also available as `.scheduler`.
         optimizers: The prepared optimizers. If one of them skipped its step on overflow, the scheduler skips its step
             too.
-        window: The accumulation window.
-        steps_per_call: The number of scheduler steps per optimizer step. Scripts for raw loops expect one per process,
-            because they write schedules for the length of the unsharded loader. A scheduler that watches a metric
-            always steps once.
+        window: The counter of micro-batches.
+        steps_per_call: The number of scheduler steps per optimizer step. Scripts for plain loops expect one per
+            process, because they write schedules for the length of the unsharded loader. A scheduler that watches a
+            metric always steps once.
         with_optimizer: False to step at every call, independent of the optimizers.
     """
 
@@ -532,11 +538,12 @@ class PreparedScheduler:
         self.optimizers = optimizers
         self._window = window
         self._with_optimizer = with_optimizer
+        # A measured metric counts once, not once per process.
         watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._steps_per_call = 1 if watches else steps_per_call
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler if the optimizers have stepped."""
+        """Step the original scheduler, unless an optimizer still accumulates gradients or skipped its step."""
         if not self._with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -552,7 +559,7 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy follows no engine: it steps whenever it is called.
+        # A copy belongs to no Accelerator and steps at every call.
         return _unprepared_scheduler, (self.scheduler, self._steps_per_call)
 
     def get_last_lr(self) -> Any:
@@ -560,28 +567,28 @@ class PreparedScheduler:
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the original scheduler."""
+        """Return the original scheduler's state dict."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the original scheduler."""
+        """Load a state dict into the original scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
+        # While an object is copied, the attribute may not exist yet, and `getattr` below would recurse.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedScheduler:
-    """Create the wrapper of a pickled or copied scheduler."""
     always: Any = SimpleNamespace(sync_gradients=True)
     return PreparedScheduler(scheduler, [], always, steps_per_call)
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a torch scheduler to parameter groups that were added to its optimizer later.
+    """Extend a scheduler to parameter groups that were added to its optimizer after its creation.
 
     A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
     this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
@@ -595,20 +602,21 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Continue a group's schedule from the learning rate that was assigned to the group."""
+    """Adapt a scheduler to a new learning rate that was assigned to the parameter group at index `number`."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)
 
 
 def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> None:
-    """Copy the first group's schedule values to a new group, with learning rates scaled by the ratio of the two."""
+    """Give the parameter group at index `number` the first group's schedule, scaled to its own learning rate."""
     first, group = groups[0], groups[number]
     rate, own = float(first["lr"]), float(group["lr"])
     ratio = own / rate if rate else 1.0
     for name in ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "min_lrs"):
         values = getattr(scheduler, name, None)
         if isinstance(values, list) and values:
+            # Only learning rates differ between groups. Momentums, factors and minimum rates are copied.
             values[number : number + 1] = [values[0] * ratio if name in ("base_lrs", "max_lrs") else values[0]]
     for key in ("initial_lr", "max_lr", "min_lr"):
         if key in first:
@@ -619,7 +627,8 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and the schedulers that it steps. Torch 2.13 has no public name for the latter."""
+    """Yield a scheduler and, recursively, the schedulers that it combines, as in `SequentialLR`."""
     yield scheduler
+    # Torch 2.13 has no public name for these schedulers.
     for part in vars(scheduler).get("_schedulers", ()):
         yield from _with_parts(part)

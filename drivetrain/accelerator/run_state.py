@@ -30,7 +30,7 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import class_chosen, empty_optimizer_state, original_type
 from drivetrain.strategies.precision import Precision
 
-# A checkpoint on its way back into an engine, part by part
+# Restoring a checkpoint part by part
 
 
 logger = get_logger(__name__)
@@ -39,16 +39,17 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Open checkpoint whose state is restored part by part. Sharded tensors are read directly into their shards.
+    """Opened checkpoint that restores models, optimizers and other state one kind at a time.
 
-    The checkpoint may have the format of another tool.
+    Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
+    tool.
 
     Attributes:
         directory: The checkpoint's directory or URL.
-        engine: The engine's part, in the layout of `RunState.engine`.
-        driver: The entries that a driver such as the Trainer added, by name.
-        kept: The names of driver entries that come from an earlier checkpoint.
-        own: This process's driver entries, or None if another number of processes wrote the checkpoint.
+        engine: The states of prepared objects, in the layout of `RunState.engine`.
+        driver: The entries that a training loop such as the Trainer's added, by name.
+        kept: The names of these entries that come from an earlier checkpoint.
+        own: This process's entries of the training loop, or None if another number of processes wrote the checkpoint.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class SavedEngine:
         self.kept: list[str] = list(shared["kept"])
         if "models" not in self.engine:
             raise CheckpointError(
-                f"{self.directory} is not the state of a run: neither Accelerator.save_state nor a Trainer wrote it."
+                f"{self.directory} is not a training checkpoint of drivetrain: it has no models. Pass a checkpoint "
+                "that Accelerator.save_state or a Trainer wrote."
             )
         process = None if own is None else process_in_schema(own)
         self.own: dict[str, Any] | None = None if process is None else process["driver"]
@@ -91,7 +93,7 @@ class SavedEngine:
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read everything except the tensor values of models and optimizers."""
+        """Read a checkpoint except for the tensors of models and optimizers, which are read into shards later."""
         described = checkpoint.describe_run_state(self.directory)
         later = set(find_places(described)[:2])
         paths = [
@@ -108,14 +110,20 @@ class SavedEngine:
         """Raise an error if the checkpoint holds only weights, so that training cannot resume from it."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
-                f"{self.directory} holds weights only, so training cannot continue from it. Load them with "
-                "Task.load_from_checkpoint, or export them with drivetrain merge-weights, and start again."
+                f"{self.directory} contains weights only, so training cannot resume from it. Load the weights with "
+                "Task.load_from_checkpoint, or export them with drivetrain merge-weights, and start a new run."
             )
 
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise an error if the checkpoint does not match the prepared and registered objects."""
+        """Raise an error if the saved objects differ in number or class from the prepared and registered ones.
+
+        Args:
+            models: The models to compare. None compares all prepared models.
+            advice: The end of the error message.
+            leaves_rest: True to ignore additional saved objects with a warning.
+        """
         run = self._run
         here: dict[str, Sequence[Any]] = {
             "models": run.prepared.models if models is None else models,
@@ -130,18 +138,19 @@ class SavedEngine:
             if leaves_rest and len(self.engine[kind]) > len(objects):
                 self._leave(kind, what, len(objects))
             if len(self.engine[kind]) != len(objects):
-                were = f" It holds: {_listed(saved_classes[kind])}." if saved_classes.get(kind) else ""
+                were = f" The checkpoint has: {_listed(saved_classes[kind])}." if saved_classes.get(kind) else ""
                 raise CheckpointError(
-                    f"The checkpoint at {self.directory} holds {len(self.engine[kind])} {what}, but here are "
+                    f"The checkpoint at {self.directory} contains {len(self.engine[kind])} {what}, but this run has "
                     f"{len(objects)}.{were} {advice}"
                 )
         for kind in ("optimizers", "schedulers"):
             for number, (was, now) in enumerate(zip(saved_classes.get(kind, ()), classes[kind], strict=False)):
+                # A class that the file or this run does not know is not compared.
                 if was is not None and now is not None and was != now:
                     raise CheckpointError(
-                        f"The checkpoint at {self.directory} holds the state of {_article(was)}, but {kind[:-1]} "
-                        f"{number} here is {_article(now)}. Make {_article(was)}, as the run that wrote it did, or "
-                        "load the weights alone and start again."
+                        f"The checkpoint at {self.directory} contains the state of {_article(was)}, but {kind[:-1]} "
+                        f"{number} of this run is {_article(now)}. Use {_article(was)} as the checkpoint's run did, "
+                        "or load only the weights and start a new run."
                     )
 
     def _read_whole(self) -> None:
@@ -149,12 +158,13 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Keep the first `count` saved objects of a kind, and warn about the rest."""
+        """Ignore all saved objects of a kind after the first `count`, with a warning that lists them."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
         logger.warning(
-            "Of %d %s in the checkpoint at %s the first %d are loaded, since so many are here. Left: %s.",
+            "Of %d %s in the checkpoint at %s, only the first %d are loaded, because this run has no more. Not "
+            "loaded: %s.",
             len(saved),
             what,
             self.directory,
@@ -164,7 +174,7 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Load the saved weights into the models."""
+        """Load the checkpoint's weights into the given models. None loads them into all prepared models."""
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -175,12 +185,13 @@ class SavedEngine:
             is_pair = isinstance(found, tuple)  # as torch's; a model's own `load_state_dict` may return anything
             if not strict and is_pair and (found.missing_keys or found.unexpected_keys):
                 logger.warning(
-                    f"{self.directory} has other weights than the model. Not in it, and as they were: "
-                    f"{_listed(found.missing_keys) or 'none'}. Only in it: {_listed(found.unexpected_keys) or 'none'}."
+                    f"The weights in {self.directory} do not match the model. Not in the checkpoint, so not loaded: "
+                    f"{_listed(found.missing_keys) or 'none'}. Only in the checkpoint: "
+                    f"{_listed(found.unexpected_keys) or 'none'}."
                 )
 
     def restore_optimizers(self) -> None:
-        """Load the saved state into the optimizers."""
+        """Load the checkpoint's optimizer states into the prepared optimizers."""
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
@@ -188,6 +199,7 @@ class SavedEngine:
             saved = zip(self.engine["optimizers"], parameters, strict=True)
             self._read_into("optimizers", [empty_optimizer_state(state, own) for state, own in saved])
         for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
+            # The file numbers the parameters instead of naming them.
             if checkpoint.holds_positions(state):
                 groups = run.strategy.state.optimizer(owner, optimizer.optimizer)["param_groups"]
                 state = checkpoint.named_by_position(state, [group["params"] for group in groups])
@@ -198,24 +210,24 @@ class SavedEngine:
         self.engine[kind] = in_schema(found)["engine"][kind]
 
     def restore_schedulers(self) -> None:
-        """Load the saved state into the schedulers."""
+        """Load the checkpoint's scheduler states into the prepared learning-rate schedulers."""
         for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
     def restore_registered(self) -> None:
-        """Load the saved state into the registered objects."""
+        """Load the checkpoint's states into the objects that were registered for checkpointing."""
         for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
             item.load_state_dict(state)
 
     def restore_precision(self) -> None:
-        """Load the saved state of the loss scaler."""
+        """Load the checkpoint's precision state, such as the loss scale of fp16."""
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Set each loader so that its next iteration is the interrupted epoch.
+        """Restore the epoch of each prepared data loader, so that the interrupted epoch comes next.
 
-        A loader prepared with `use_stateful_dataloader` continues at the next sample. After the last batch of an epoch,
-        it continues with the next epoch. Loaders without saved state are not changed.
+        A loader prepared with `use_stateful_dataloader` continues at the next sample. A loader after the last batch of
+        an epoch continues with the next epoch. Loaders without saved state are not changed.
         """
         for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
@@ -225,7 +237,7 @@ class SavedEngine:
 
     @property
     def random(self) -> Any:
-        """The saved random state for this process, or None if there is none.
+        """The random state that the checkpoint stores for this process, or None.
 
         If another number of processes wrote the checkpoint, this is the state of the same rank. Additional ranks reuse
         the states from the start.
@@ -238,7 +250,7 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Restore the saved random state of this process, if there is one."""
+        """Set the random generators to the state that the checkpoint stores for this process, if any."""
         restore_random(self.random)
 
 
@@ -264,23 +276,23 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """Automatically named checkpoints `checkpoints/checkpoint_<n>` in the project directory."""
+    """Naming of checkpoints as `checkpoints/checkpoint_<n>` in the project directory, and their rotation."""
 
     configuration: ProjectConfiguration
     state: PartialState
 
     @property
     def enabled(self) -> bool:
-        """True if checkpoints without a name get a number."""
+        """True if checkpoints that are saved without a directory get a number as their name."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the directory of the next checkpoint."""
+        """Return the directory for the next numbered checkpoint. Raises an error if that directory exists."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
-                f"{self._path(number)} exists already, of an earlier run. Continue that run with load_state(), set "
-                "ProjectConfiguration(iteration=...) to the number to go on with, or choose another project_dir.",
+                f"{self._path(number)} already exists from an earlier run. Resume that run with load_state(), start "
+                "at a free number with ProjectConfiguration(iteration=...), or choose another project_dir.",
             )
         return self._path(number)
 
@@ -288,28 +300,36 @@ class NumberedCheckpoints:
         """Return the directory of the checkpoint with the highest number."""
         numbers = self._from_main_process()
         if not numbers:
-            raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
+            raise CheckpointError(
+                f"There is no checkpoint in {self._folder()} yet. Pass the path of a checkpoint: load_state('path')."
+            )
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count a new checkpoint, and remove the oldest ones beyond the limit after it is complete.
+        """Increase the number for the next checkpoint, and remove the oldest ones beyond `total_limit`.
 
-        Directories with such a name that are not checkpoints are neither removed nor counted.
+        The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
+        are neither removed nor counted.
         """
         if directory != self._path(self.configuration.iteration):
             return
         self.configuration.iteration += 1
         limit = self.configuration.total_limit
         if limit is not None and self.state.is_main_process:
+            # Not earlier: if this save fails, the older checkpoints are still needed.
             pending.add_done_callback(lambda save: None if save.failed() else self._remove_beyond(limit))
 
     def _remove_beyond(self, limit: int) -> None:
+        # Never remove a directory that is no checkpoint, even if its name looks like one.
         found = [path for number in self._numbers() if checkpoint.is_checkpoint(path := self._path(number))]
         for path in found[:-limit]:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Continue numbering after the loaded checkpoint."""
+        """Set the next checkpoint's number to follow that of the loaded checkpoint.
+
+        No effect if the loaded checkpoint is not one of this project's numbered checkpoints.
+        """
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self.configuration.iteration = int(number[1]) + 1
@@ -318,7 +338,8 @@ class NumberedCheckpoints:
         if not self.enabled:
             raise ConfigurationError(
                 "save_state() and load_state() without a directory need ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest').",
+                "automatic_checkpoint_naming=True). Otherwise pass a directory, such as "
+                "save_state('checkpoints/latest').",
             )
         return Path(str(self.configuration.project_dir)) / "checkpoints"
 
@@ -332,6 +353,7 @@ class NumberedCheckpoints:
 
     def _from_main_process(self) -> list[int]:
         self._folder()
+        # All processes must agree, and other machines may not see the disk of the main process.
         numbers: list[int] = broadcast_object_list([self._numbers() if self.state.is_main_process else None])[0]
         return numbers
 
@@ -342,7 +364,9 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Point in time that a save describes, if it is the last finished step instead of now.
+    """Random state and data loader positions to save in place of the current ones.
+
+    The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
     Attributes:
         random: The random state at that time. None means the current one.
@@ -356,17 +380,18 @@ class Moment:
 
 
 class RunState:
-    """Collects, writes, reads and restores a run's state in the schema of `drivetrain.checkpoint.manifest`.
+    """Writer and reader of a run's checkpoints, used by both `Accelerator` and `Trainer`.
 
-    The engine's part is equal for every driver. A driver such as the Trainer adds named entries, shared and per
-    process. Entries that the next driver does not use are kept and written again.
+    The states of prepared objects have the same layout for every training loop (see `drivetrain.checkpoint.manifest`).
+    A training loop such as the Trainer's adds named entries, shared and per process. Entries that the next training
+    loop does not use are kept and written again.
 
     Attributes:
         prepared: The prepared and registered objects.
         save_hooks: Functions of the user that run before `save_state`, by handle number.
         load_hooks: Functions of the user that run before `load_state`, by handle number.
         saves: The queue that writes checkpoints, one per process.
-        moment: Returns the point in time that a save describes. Set by a driver that may save within a step.
+        moment: Returns the point in time that a save describes. Set by the Trainer, which may save within a step.
     """
 
     def __init__(
@@ -389,13 +414,13 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Add objects to the state that is saved and loaded with the run."""
+        """Register objects for checkpointing. Each needs `state_dict()` and `load_state_dict(state)`."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ConfigurationError(
-                    f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
-                    "load_state_dict(state).",
+                    f"{type(item).__name__} cannot be registered for checkpointing, because it has no state_dict() "
+                    "and load_state_dict(state). Add both methods to the class.",
                 )
             with suppress(Exception):  # one may have no state yet
                 states.append((f"{type(item).__name__}.state_dict()", item.state_dict()))
@@ -406,7 +431,12 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Collect the engine's part of the shared state. Call it on all processes."""
+        """Return the states of prepared and registered objects for a checkpoint. All processes must call this.
+
+        Args:
+            weights_only: True to return only the models' weights and classes.
+            moment: The point in time that the checkpoint describes. None uses `self.moment()`.
+        """
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -424,12 +454,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Collect the state of one model that is only evaluated, in the layout of `engine`."""
+        """Return the checkpoint content for a single model that is evaluated but not trained."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of the prepared and registered objects, or None for unknown ones, by kind."""
+        """Return the class names of prepared and registered objects, by kind. An unknown class is None."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -450,7 +480,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint. Call it on all processes."""
+        """Write a checkpoint, and return an object to wait for its completion. All processes must call this."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -461,7 +491,14 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collect everything that a checkpoint stores. Returns the shared state and this rank's own state."""
+        """Return the content of a checkpoint: the state of the whole run, and the state of this process only.
+
+        Args:
+            engine: The states of prepared objects, from the method `engine`.
+            driver: Named entries of the training loop, shared by all processes.
+            own: Entries of the training loop for this process.
+            moment: The point in time that the checkpoint describes. None uses `self.moment()`.
+        """
         driver = dict(driver or {})
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
@@ -469,7 +506,10 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Save the engine's part after calling the user's hooks. See `Accelerator.save_state`."""
+        """Run the user's pre-save hooks, then write a checkpoint. Returns the checkpoint's directory.
+
+        See `Accelerator.save_state`.
+        """
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         engine, extra = self.engine(), None
@@ -477,6 +517,7 @@ class RunState:
             extra = checkpoint.extra_place(directory, self._state)
             for hook in list(self.save_hooks.values()):
                 hook(list(self.prepared.models), engine["models"], extra)
+            # The files of all processes' hooks must exist before the checkpoint is completed.
             self._state.wait_for_everyone()
         pending = self.write(directory, engine, self._tracking.entries(), block=block, extra=extra)
         if output_dir is None:
@@ -484,18 +525,18 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Refuse to save during an optimizer step, and warn about gradients that a checkpoint does not store."""
+        """Raise an error during an optimizer step, and warn if a checkpoint would lose accumulated gradients."""
         if self._step.is_torn:
             raise CheckpointError(
-                "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
-                "weights are neither those before the step nor those after it. Save after optimizer.step()."
+                "A checkpoint cannot be saved while an optimizer is in its step, for example in the closure of "
+                "L-BFGS, because only some weights are updated. Save after optimizer.step()."
             )
         keeps_moment = self.moment is not Moment  # a driver, that of its last finished step
         if not keeps_moment and self._step.holds_gradients:
             logger.warning_once(
-                "save_state was called within a step: gradients are held that no optimizer has stepped with, and no "
-                "checkpoint holds them. A resumed run begins with the next batch, without them. Save after the step of "
-                "the last optimizer, where accelerator.sync_gradients is True."
+                "save_state was called before the optimizer step. The accumulated gradients are not part of the "
+                "checkpoint, so a resumed run loses them and continues with the next batch. Call save_state after "
+                "the step of the last optimizer, when accelerator.sync_gradients is True."
             )
 
     def export(
@@ -506,7 +547,7 @@ class RunState:
         safe: bool = True,
         on_each_node: bool = False,
     ) -> None:
-        """Save a model's weights. See `Accelerator.save_model`."""
+        """Save a model's full weights in files of at most `max_shard_size`. See `Accelerator.save_model`."""
         weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
@@ -521,16 +562,23 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint for restoring. Call it on all processes."""
+        """Open a checkpoint and return an object that restores its parts. All processes must call this."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Keep driver entries of a loaded checkpoint, to write them again unless the driver replaces them."""
+        """Remember a training loop's checkpoint entries, so that later checkpoints contain them as well.
+
+        An entry with the same name from the current training loop replaces the remembered one.
+        """
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Restore the engine's part after calling the user's hooks. See `Accelerator.load_state`."""
+        """Run the user's pre-load hooks, then restore all prepared and registered objects from a checkpoint.
+
+        See `Accelerator.load_state`.
+        """
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
+        # The checkpoint to load may still be in the queue of background saves.
         self.saves.finish()
         models = list(self.prepared.models)
         for hook in list(self.load_hooks.values()):
@@ -549,7 +597,7 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model that owns an optimizer's parameters, or a container if there are several."""
+        """Return the prepared model that an optimizer trains, or a `ModuleList` if it trains several models."""
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
@@ -558,5 +606,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise an error if a checkpoint cannot store a state."""
+    """Raise an error if a checkpoint cannot store a state, such as one with objects of unknown classes."""
     pack({name: state})

@@ -32,7 +32,7 @@ from drivetrain.strategies.precision import Precision, overrides
 
 @dataclass(eq=False)
 class WeightedMean:
-    """Computes gradients of a weighted mean of losses over micro-batches and processes.
+    """Gradient computation for a weighted mean of losses over all micro-batches and processes.
 
     The mean over a global batch, `sum_i loss_i / sum_i weight_i`, is not the average of the micro-batches' means if
     their weights differ. This class therefore accumulates gradients of the loss sums and adds up all weights. It
@@ -43,7 +43,7 @@ class WeightedMean:
         strategy: The strategy, which averages gradients over processes.
         in_use: True if losses have weights. None before the first loss.
         pending: True if there are gradients that `finish` has not divided yet.
-        total: The total weight of the last finished window, over all processes.
+        total: The total weight of the last optimizer step, over all processes.
     """
 
     strategy: Strategy
@@ -54,7 +54,9 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Decide at the first loss whether losses have weights. Call it on all processes.
+        """Return True if any process gives its losses a weight. All processes must call this method.
+
+        Called once, at the first loss, because the answer needs communication.
 
         Args:
             weight: The weight of this process's first loss, or None.
@@ -73,12 +75,12 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Return the tensor to differentiate for one micro-batch.
+        """Return the scaled loss of one micro-batch for the backward pass, and record its weight.
 
         Args:
             loss: The sum of this micro-batch's losses.
             weight: The total weight of these losses, such as the number of tokens.
-            counts: False for a dummy batch that only keeps collectives in step.
+            counts: False for a dummy batch, whose backward pass only lets this process take part in collectives.
 
         Raises:
             ConfigurationError: The weight is not a single number, or requires gradients.
@@ -86,20 +88,24 @@ class WeightedMean:
         own = self._checked(weight)
         self.pending = True
         self._weights.append(own if counts else torch.zeros_like(own))
+        # The strategy averages gradients over processes, so multiply by their number to get a sum. The power of two in
+        # `_divisor` keeps the gradients in range until `finish` divides them by the exact total.
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Begin a window with weighted losses, even if only other processes have losses."""
+        """Prepare for weighted losses in the next optimizer step, even if this process has none.
+
+        This process then still takes part when the total weight is summed over processes.
+        """
         self._weights.clear()
         self.pending = True
 
     def discard(self) -> None:
-        """Discard the weights of a window that ended without an optimizer step."""
         self._weights.clear()
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Divide the window's gradients by the total weight of its micro-batches. Call it on all processes.
+        """Divide accumulated gradients by the total loss weight of all processes. All processes must call this.
 
         Args:
             parts: The prepared modules, each with the optimizers of its parameters.
@@ -114,7 +120,7 @@ class WeightedMean:
         device = self.strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
         self.total = total = self.strategy.topology.sum(own)
-        # Without any weight there is no gradient either.
+        # Without any weight there are no gradients, and 0 / 0 would turn them into NaN.
         factor = torch.where(
             total > 0, self._divisor / total, torch.zeros_like(total)
         )  # wide: gradients may be of 64 bits
@@ -128,10 +134,11 @@ class WeightedMean:
         if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
             given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
             raise ConfigurationError(
-                f"The weight of a loss is one number, such as the number of tokens it is the sum of; got {given}.",
+                "The weight of a loss must be a single number, such as the number of tokens in the batch, but got "
+                f"{given}.",
             )
         if isinstance(weight, Tensor) and weight.requires_grad:
-            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.")
+            raise ConfigurationError("The weight of a loss must not require gradients. Pass weight.detach().")
         if not isinstance(weight, Tensor):
             # Filled on the device: copying a number from the host would wait for all queued kernels.
             return torch.full((), weight, device=device, dtype=_wide(device))
@@ -139,12 +146,13 @@ class WeightedMean:
 
 
 def _power_of_two(weight: Tensor) -> float:
+    # Dividing by a power of two only changes the exponent, so it rounds nothing.
     value = float(weight)
     return 2.0 ** round(math.log2(value)) if value > 0 and math.isfinite(value) else 1.0
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """Return a floating-point dtype of the device in which large counts are exact."""
+    # MPS has no float64. float32 counts exactly up to 2**24.
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -153,18 +161,21 @@ _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Functions that the Trainer runs at fixed points of an optimizer step. Empty hooks cost nothing.
+    """Callbacks that the Trainer registers to run at fixed points of an optimizer step.
+
+    Empty hooks cost nothing.
 
     Attributes:
         run_backward: Replaces the strategy's backward. Called with the weighted and scaled loss.
         prepare_backward: Called with the loss directly before the backward.
         before_backward: Called with the weighted and scaled loss.
         after_backward: Called after each backward.
-        gradients_ready: Called when the gradients of a window are complete. If one returns False, the step is skipped.
+        gradients_ready: Called when the gradients of all micro-batches are complete. If one returns False, the step is
+            skipped.
         before_step: Called with each unwrapped optimizer before its step, with unscaled gradients.
         clip: Called with each unwrapped optimizer after `before_step`.
         optimizer_step: Replaces the strategy's optimizer step, with the same arguments.
-        share: Returns the share of the current batch, for a backward without a share of its own.
+        share: Returns the factor for the current batch's loss, for a backward call without its own `share`.
     """
 
     run_backward: Callable[..., Any] | None = None
@@ -179,17 +190,17 @@ class StepHooks:
 
 
 class OptimizerStep:
-    """Optimizer step over all prepared models and optimizers.
+    """Backward pass, gradient clipping and optimizer step for all prepared models and optimizers.
 
-    A raw loop runs its parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared optimizer.
-    The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
+    A plain loop runs the parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared
+    optimizer. The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
 
     Attributes:
-        window: The gradient accumulation window.
-        weights: The weights of the window's losses, if there are any.
-        timing: Records how the thread spends its time. A driver starts it.
-        steps_taken: The number of optimizer steps since a driver reset it to 0, without steps skipped on overflow.
-        is_open: True while a driver's step is in progress, until `close`.
+        window: The counter of micro-batches for gradient accumulation.
+        weights: The weights of the accumulated losses, if there are any.
+        timing: Records how the thread spends its time. The Trainer starts it.
+        steps_taken: The number of optimizer steps since the Trainer reset it to 0, without steps skipped on overflow.
+        is_open: True while a step of the Trainer is in progress, until `close`.
         is_torn: True if some parameters have been updated in the current step and others have not.
     """
 
@@ -210,7 +221,7 @@ class OptimizerStep:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if there are gradients that no optimizer step has used. A checkpoint does not store them."""
+        """True if some gradients are not used by an optimizer step yet. A checkpoint would lose these gradients."""
         if self.window.is_within:
             return True
         if self.window.is_abandoned:
@@ -219,14 +230,14 @@ class OptimizerStep:
         return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
-        """Mark the driver's step as complete. Parameters do not change until the next step."""
+        """Record that the Trainer's current optimizer step is complete, so that saving a checkpoint is safe."""
         self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
-        """Use a driver's hooks in every step from now on. `StepHooks()` removes them."""
+        """Register the hooks to run in all following optimizer steps. `StepHooks()` removes all hooks."""
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
-        # What a strategy leaves as it is, is called straight: a step is short, and a call is felt in it.
+        # Skip methods that the strategy does not override, since each call costs time in a short step.
         is_plain = hooks.run_backward is None and type(strategy).backward is _BACKWARD
         self._run_backward = Tensor.backward if is_plain else hooks.run_backward or strategy.backward
         is_plain = hooks.optimizer_step is None and type(strategy).optimizer_step is _OPTIMIZER_STEP
@@ -242,7 +253,10 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Let the body run other steps. Afterwards, the previous hooks are active and no gradients are pending."""
+        """Return a context manager that restores the current hooks at its end and drops unused gradients.
+
+        Used for trial steps, which register hooks of their own.
+        """
         hooks, in_use = self._hooks, self.weights.in_use
         try:
             yield
@@ -255,7 +269,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Weight and scale the loss of one micro-batch, and compute its gradients."""
+        """Compute the gradients of one micro-batch's loss, after applying its weight and the loss scale."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -266,7 +280,7 @@ class OptimizerStep:
         elif size > 1:
             loss = loss / size
         if self._scale is not None:
-            loss = self._scale(loss)  # which may change while nothing is held
+            loss = self._scale(loss)  # before `mark_backward`, after which the scale no longer changes
         if size > 1 or weight is not None:
             self.window.mark_backward()
         if timing.on:
@@ -286,13 +300,13 @@ class OptimizerStep:
             self._call(self._hooks.after_backward)
 
     def _call(self, hooks: Iterable[Callable[..., Any]], *args: Any) -> list[Any]:
-        """Call hooks of the driver and return their results."""
         timing = self.timing
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Compute the gradients of several losses of one micro-batch, each for its own parameters."""
+        """Compute gradients for several losses of one micro-batch, each only for the parameters listed with it."""
         last = len(losses) - 1
+        # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
             self.backward(loss, share=share, inputs=list(leaves), retain_graph=number < last)
 
@@ -301,8 +315,8 @@ class OptimizerStep:
             self.weights.discard()  # of a loop that was left before its step
         if weight is None:
             raise ConfigurationError(
-                "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
-                "one for every micro-batch.",
+                "Some losses of this optimizer step have a weight and others do not. Pass accelerator.backward(loss, "
+                "weight=...) for every micro-batch, or for none.",
             )
         if self.weights.in_use is None:
             self.weights.decide(weight)
@@ -310,7 +324,10 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients at the end of a window: divide them by the total weight if losses are weighted."""
+        """Bring accumulated gradients to their final values, for example divide them by the loss weights.
+
+        No effect until the last micro-batch of an optimizer step. Called before gradients are read, clipped or used.
+        """
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
         if self.weights.pending and self.window.sync_gradients:
@@ -319,11 +336,12 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Return True if a hook wants to skip the step. All hooks are called, because they may run collectives."""
+        """Return True if a hook returns False, which means that the optimizer step should be skipped."""
+        # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of an unwrapped optimizer, and run the driver's hooks before its step."""
+        """Unscale an optimizer's gradients, then run the hooks that inspect or clip gradients before a step."""
         if self._unscale is not None:
             self._unscale(optimizer)
         if self._hooks.before_step:
@@ -332,7 +350,7 @@ class OptimizerStep:
             self._hooks.clip(optimizer)
 
     def step_all(self) -> bool:
-        """Step every optimizer with the window's gradients. Returns True if any parameters were updated."""
+        """Step all optimizers. Returns False if a hook or a gradient overflow caused a step to be skipped."""
         if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
@@ -343,6 +361,7 @@ class OptimizerStep:
             optimizer = prepared.optimizer
             if self._prepares:
                 self.prepare_step(optimizer)
+            # An error between here and the end of the loop leaves some parameters newer than others.
             self.is_torn = True
             done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
@@ -354,12 +373,18 @@ class OptimizerStep:
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer at the end of a window. Within a window, do nothing."""
+        """Step one optimizer after the last micro-batch of an accumulation window. Before that, do nothing.
+
+        Returns:
+            The closure's return value, or None without a closure. Also None if the optimizer calls the closure itself.
+        """
         if not self.window.sync_gradients:
             return None
         optimizer, timing = prepared.optimizer, self.timing
         result: Any = None
         outer = timing.enter(OPTIMIZER) if timing.on else None
+        # Such an optimizer calls the closure several times. For any other, run it before the step, so that the
+        # gradients can be completed and clipped in between.
         if closure is not None and prepared.needs_closure:
             self.is_torn = True
             done = self._step_one(optimizer, closure=self._prepared_closure(optimizer, closure))
@@ -383,10 +408,10 @@ class OptimizerStep:
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap an optimizer's closure so that it reduces, unscales and clips the gradients.
+        """Return a closure that computes gradients with `closure`, then completes, unscales and clips them.
 
-        The wrapped closure returns the mean loss over all processes, because a line search must take the same decisions
-        on every process.
+        The returned closure returns the mean loss over all processes, because a line search must take the same
+        decisions on every process.
         """
 
         def compute_gradients() -> Any:
@@ -404,7 +429,10 @@ class OptimizerStep:
     # parts that a loop may run by itself
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Enter the next micro-batch. Returns a context manager that reduces gradients only at the end of a window."""
+        """Start the next micro-batch. Returns a context manager that avoids gradient reduction where possible.
+
+        Gradients are reduced only for the last micro-batch of an optimizer step, or always with `sync_each_batch`.
+        """
         self.window.advance()
         if self.window.sync_gradients or self.window.plugin.sync_each_batch:
             return nullcontext()
@@ -412,12 +440,12 @@ class OptimizerStep:
         return self.without_sync(chosen[0]) if len(chosen) == 1 else self._all_without_sync(chosen)
 
     def without_sync(self, model: nn.Module | None) -> AbstractContextManager[Any]:
-        """Return a context manager in which a model's gradients are not reduced. No effect if `model` is None."""
+        """Return a context manager that turns off gradient reduction for a model. No effect if `model` is None."""
         return nullcontext() if model is None else self._strategy.gradients.no_sync(model)
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Reduce a model's gradients in a backward inside the body, even if its forward ran without reduction."""
+        """Return a context manager in which `backward` reduces gradients even after a forward in `no_sync`."""
         before = self._prepare_backward, self._differentiate
         if isinstance(model, ReducingWrapper):
             self._prepare_backward, self._differentiate = model.prepare_backward, self._differentiate_with_hooks
@@ -427,12 +455,12 @@ class OptimizerStep:
             self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Run backward and step together for optimizers that fuse them, such as LOMO."""
+        """Compute gradients and update parameters in one pass, for optimizers that fuse both, such as LOMO."""
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
-                "None of the prepared optimizers steps within its backward (fused_backward), as those of lomo-optim "
-                "do.",
+                "No prepared optimizer has a fused backward, which optimizers such as those of lomo-optim have. "
+                "Prepare one of them, or call accelerator.backward(loss) and optimizer.step().",
             )
         for optimizer in fused:
             optimizer.fused_backward(loss / self.window.size, learning_rate)
@@ -445,14 +473,18 @@ class OptimizerStep:
             yield
 
     def unscale(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
-        """Divide gradients by the loss scale, for one or several optimizers, or for all if None."""
+        """Divide the gradients of the given optimizers by the loss scale. None unscales all optimizers."""
         self.finish_gradients()
         chosen = self._prepared.optimizers if optimizers is None else optimizers
         for optimizer in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total norm of gradients at the end of a window. Returns the norm before clipping."""
+        """Clip gradients to a total norm before the optimizer step, and return the norm before clipping.
+
+        While gradients still accumulate, nothing is clipped, and the norm of this process's gradients so far is
+        returned.
+        """
         given = self._complete(parameters)
         if given is not None:
             return self._strategy.gradients.clip_norm(given, max_norm, norm_type)
@@ -469,7 +501,10 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Complete and unscale the gradients of parameters. Returns the parameters, or None within a window."""
+        """Finish and unscale the gradients of `parameters`. Returns None while gradients still accumulate.
+
+        Otherwise, returns the parameters as a list.
+        """
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()

@@ -19,7 +19,7 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Holds the trackers of an Accelerator, or those of the Trainer that uses it."""
+    """Experiment trackers of an Accelerator, or of the Trainer that uses the Accelerator."""
 
     state: PartialState
     project: ProjectConfiguration
@@ -33,7 +33,11 @@ class RunTracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
-        """Create and start the trackers. See `Accelerator.init_trackers`."""
+        """Create the trackers that were selected by `log_with`, and start a run in each of them.
+
+        See `Accelerator.init_trackers`.
+        """
+        # If trackers are running already, end their runs first.
         self.group.finalize()
         trackers = resolve_trackers(
             self.log_with, save_dir=self.project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
@@ -47,20 +51,24 @@ class RunTracking:
         atexit.register(self._at_exit)
 
     def finish(self) -> None:
-        """Close the trackers' runs, marked as failed if an exception is being handled."""
+        """End all tracker runs. While an exception is being handled, the runs are marked as failed."""
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
-        """Close the trackers' runs, wait for all processes, and destroy the process group."""
+        """End all tracker runs, wait for all processes, and destroy the process group."""
         self.finish()
         self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return a tracker by name, or the library's own object. See `Accelerator.get_tracker`."""
+        """Return a tracker by name. With `unwrap`, return the tracking library's own run object.
+
+        See `Accelerator.get_tracker`.
+        """
         found = self.group.get(name)
         return found.tracker if unwrap else found
 
     def _at_exit(self) -> None:
+        # In an interactive session, `last_value` may be an old error that the user has seen and fixed.
         self._finish(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
     def _finish(self, error: BaseException | None) -> None:
@@ -70,11 +78,14 @@ class RunTracking:
     # the state of the run
 
     def entries(self) -> dict[str, Any]:
-        """Return the trackers' state for a checkpoint."""
+        """Return what a checkpoint stores so that trackers can continue their runs, as a dict."""
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Let current and future trackers continue the runs of a checkpoint."""
+        """Restore the trackers' state from a checkpoint, so that they continue the checkpoint's runs.
+
+        Trackers that are created later continue these runs too.
+        """
         self._states = entries.get("trackers", ())
         if self.group.trackers:
             self.group.load_state(self._states)
@@ -87,7 +98,9 @@ def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWi
     )
     for item in items:
         if isinstance(item, type) and issubclass(item, Tracker):
-            raise ConfigurationError(f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().")
+            raise ConfigurationError(
+                f"log_with contains the class {item.__name__}. Pass an instance instead: {item.__name__}()."
+            )
     # Making them raises if a package is not installed. A class of the user's own is made by `init` alone.
     resolve_trackers([item for item in items if not _is_of_the_user(getattr(item, "value", item))])
     return items

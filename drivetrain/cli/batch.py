@@ -15,7 +15,13 @@ def _split(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Create a click command with the arguments SCRIPT and ARGS and the options `--launch_flags` and `--file`."""
+    """Return a decorator that makes a function a command with SCRIPT, ARGS, `--launch_flags` and `--file`.
+
+    Used by the commands that write a batch file.
+
+    Args:
+        name: The name of the command.
+    """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         function = click.argument("args", nargs=-1, type=click.UNPROCESSED)(function)

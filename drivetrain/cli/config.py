@@ -27,7 +27,7 @@ _FILE = click.option("--config_file", "--config-file", metavar="FILE", help="Set
 @_FILE
 @click.pass_context
 def config(context: click.Context, config_file: str | None) -> None:
-    """Create the configuration file of `drivetrain launch` by answering questions."""
+    """Answer questions about your setup to create the configuration file of `drivetrain launch`."""
     if context.invoked_subcommand is None:
         path = _file(config_file)
         _write(path, Questionnaire(_terminal()).ask())
@@ -41,7 +41,7 @@ def config(context: click.Context, config_file: str | None) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @click.pass_obj
 def default(group_file: str | None, config_file: str | None, mixed_precision: str, overwrite: bool) -> None:
-    """Write a configuration file with the defaults for this machine, without questions."""
+    """Write a configuration file with default settings for this machine, without asking questions."""
     path = _file(config_file or group_file)
     precision = SETTINGS["mixed_precision"].parse(mixed_precision, "--mixed_precision")
     if path.exists() and not overwrite:
@@ -66,7 +66,7 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
 @_FILE
 @click.pass_obj
 def update(group_file: str | None, config_file: str | None) -> None:
-    """Rewrite a configuration file with the current keys, such as a file of an older version."""
+    """Rewrite a configuration file of an older version so that it uses the current keys."""
     path = _file(config_file or group_file)
     values = read_config(path)
     _write(path.with_suffix(".yaml") if path.suffix == ".json" else path, values)
@@ -77,7 +77,7 @@ def update(group_file: str | None, config_file: str | None) -> None:
 @add_settings
 @click.pass_obj
 def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> None:
-    """Show every launch setting and the source of its value. Flags of the launcher can be added."""
+    """Show the value of every launch setting and where it comes from. Accepts the flags of `drivetrain launch`."""
     named = config_file or group_file
     given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, named)
     options = LaunchOptions.from_given(given)
@@ -114,7 +114,7 @@ def _terminal() -> Terminal:
 
 
 class Terminal:
-    """Questions in a terminal, using questionary."""
+    """Prompts for answers in a terminal, made with questionary."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         import questionary
@@ -127,7 +127,13 @@ class Terminal:
         return bool(self._answer(questionary.confirm(question, default=default)))
 
     def enter(self, question: str, name: str, default: str) -> Any:
-        """Ask for the value of a launch setting and return it. Invalid input is refused while typing."""
+        """Prompt for the value of a launch setting, and return it. Invalid input is rejected while typing.
+
+        Args:
+            question: The text of the prompt.
+            name: The name of the setting.
+            default: The text to start with.
+        """
         import questionary
 
         setting = SETTINGS[name]
@@ -150,7 +156,7 @@ class Terminal:
 
 
 class Questionnaire:
-    """Questions about the settings of a launch.
+    """Interactive questions about the launch settings, whose answers become a configuration file.
 
     Attributes:
         values: The answers, by name of the setting.

@@ -67,7 +67,7 @@ def env(config_file: str | None) -> None:
 
 
 def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield section, name and value of each row of the report."""
+    """Yield the rows of the report, each as the title of its section, a name and a value."""
     yield from _versions()
     yield from _devices()
     yield from _process()
@@ -121,7 +121,7 @@ def _settings() -> Iterator[tuple[str, str, str]]:
 
 
 def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield the keys of the named configuration file, or of the user's own if it exists."""
+    """Yield the report's rows for the keys of the configuration file. Yields nothing if there is no file."""
     import yaml
 
     from drivetrain.launch.settings.sources import find_config_file

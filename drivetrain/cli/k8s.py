@@ -23,7 +23,7 @@ from drivetrain.cli.batch import batch_command, write_batch
 @click.option("--max_restarts", type=int, default=3, show_default=True, help="Maximum restarts of all pods.")
 @click.option("--claim", default=None, help="Persistent volume claim, mounted at /data.")
 def k8s(script: str, args: tuple[str, ...], flags: tuple[str, ...], file: Path | None, **values: Any) -> None:
-    """Write a JobSet that launches SCRIPT, a path in the image, with ARGS.
+    """Write a Kubernetes JobSet that launches SCRIPT, a path in the container image, with ARGS.
 
     \b
     drivetrain k8s --image registry/team/train:1 --nodes 2 --gpus_per_node 8 --file train.yaml train.py --lr 0.1

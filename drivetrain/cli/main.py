@@ -82,7 +82,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Click group that lists its commands without importing them."""
+    """Click group that imports a command only when it is run, so that help is shown fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -116,12 +116,12 @@ def cli() -> None:
 @click.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
-    """Print that errors have no codes any more. Deprecated."""
+    """Print that error codes no longer exist. This command is deprecated."""
     click.echo("Errors have no codes any more. Each message explains what was given, what is allowed and what to do.")
 
 
 def main() -> None:
-    """Run the command line and exit. Errors of drivetrain are printed without a traceback."""
+    """Run the command line, then exit. Errors that drivetrain raises are printed without a traceback."""
     try:
         code = cli(prog_name="drivetrain", standalone_mode=False)
     except click.exceptions.Abort:

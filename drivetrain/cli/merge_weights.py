@@ -53,6 +53,7 @@ def merge_weights(
     from drivetrain.checkpoint import consolidate
 
     if remove_checkpoint_dir:
+        # Check this before the export, which may take long.
         _check_removable(checkpoint, output)
     options: dict[str, Any] = {"module": module, "overwrite": overwrite, "progress": True}
     if base is not None:

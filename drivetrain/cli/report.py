@@ -12,7 +12,7 @@ from drivetrain.runtime.terminal import visible
 @click.option("-o", "--output", default=None, metavar="FILE", help="HTML file to write.")
 @click.option("--dir", "directory", default=".", show_default=True, help="Folder of the runs that are given by name.")
 def report(runs: tuple[str, ...], output: str | None, directory: str) -> None:
-    """Write an HTML page that shows a run, or that compares several.
+    """Write an HTML report about one run, or a comparison of several runs.
 
     RUN is a run's folder, its name in `drivetrain runs`, a CSV table of metrics or a TensorBoard event file. The page
     is written to RUN/report.html, or to comparison.html for several runs.

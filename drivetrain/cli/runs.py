@@ -51,7 +51,7 @@ def runs(context: click.Context, directory: str, as_json: bool) -> None:
 @click.argument("name")
 @click.pass_obj
 def show(directory: str, name: str) -> None:
-    """Show the state of the run NAME, and the paths of its checkpoints and its report.
+    """Show the state of the run NAME, the paths of its checkpoints, and the path of its report.
 
     NAME is a run's name in `drivetrain runs`, or its folder.
     """
@@ -67,7 +67,7 @@ def show(directory: str, name: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Show the command without running it.")
 @click.pass_obj
 def resume(directory: str, name: str, dry_run: bool) -> int:
-    """Run the command of the run NAME again in its folder, resuming from its newest checkpoint.
+    """Start the run NAME again with its command and folder, and resume from its newest checkpoint.
 
     The first `fit` of the script resumes from this checkpoint, unless the script passes a checkpoint itself.
     """

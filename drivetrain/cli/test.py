@@ -41,7 +41,7 @@ _ADVICE = {
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 def test(flags: tuple[str, ...]) -> int:
-    """Check the configured setup with a short training run, compared with one process.
+    """Check the configured setup with a short training run, and compare the results with a single process.
 
     FLAGS are those of `drivetrain launch`. The checks cover ranks, devices, exact collectives and data sharding. Losses
     must equal those of one process in plain PyTorch, all processes must end with equal models, and a checkpoint must
@@ -69,7 +69,7 @@ def test(flags: tuple[str, ...]) -> int:
 
 
 def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """Return the settings that result from the flags, and True if they are only to be shown."""
+    """Return the launch settings from the flags, and whether they are only to be shown (`--dry_run`)."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect

@@ -65,7 +65,14 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration for FSDP 2, and a description of each change."""
+    """Convert a configuration from FSDP 1 to FSDP 2. Returns it with a list of descriptions of the changes.
+
+    Args:
+        config: The contents of a configuration file, with an `fsdp_config` of version 1.
+
+    Raises:
+        ConfigurationError: There is no `fsdp_config`, its version is already 2, or a value is invalid.
+    """
     old = config.get("fsdp_config")
     if not old:
         raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.")
@@ -120,7 +127,10 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Convert HYBRID_SHARD to mesh sizes: sharding within a machine, replication between machines."""
+    """Return the mesh sizes that replace HYBRID_SHARD in FSDP 2, and a description of the change.
+
+    Parameters are sharded within a machine and replicated between machines.
+    """
     machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
     if processes % machines:
         raise ConfigurationError(

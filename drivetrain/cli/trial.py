@@ -35,7 +35,7 @@ LOW_PRECISION = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of the training setup.
+    """Result of one check of the training setup: name, success, and a text for the user.
 
     Attributes:
         name: Name of the check.
@@ -49,11 +49,11 @@ class Finding:
 
 
 class CheckFailed(Exception):
-    """Raised by a check that fails. The message states the actual and the expected result."""
+    """Raised by a check of the setup that fails. The message compares the actual result with the expected one."""
 
 
 class Block(nn.Module):
-    """Residual block, which sharding strategies treat as one unit."""
+    """Residual block of the test network, which sharding strategies can shard as one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,10 @@ class Network(nn.Module):
 
 
 class Trial:
-    """Checks of a setup, in an order in which each may rely on the previous ones."""
+    """Checks of a distributed setup, from the number of processes to training and checkpoints.
+
+    Later checks rely on earlier ones.
+    """
 
     def __init__(self, accelerator: Accelerator, processes: int | None) -> None:
         self.accelerator, self.processes = accelerator, processes
@@ -212,12 +215,13 @@ class Trial:
         return outputs.float()
 
     def losses(self, steps: int = STEPS) -> Iterator[float]:
-        """Train on this setup. Yields each step's mean loss over its micro-batches and all processes."""
+        """Train the test network on this setup. Yields the mean loss of each step over all processes."""
         accelerator = self.accelerator
         loader = DataLoader(self.data, ROWS)
         if self.model is None:
             network = copy.deepcopy(self.network)
             optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+            # A later call continues with this model, so it must be prepared only once.
             self.model, self.optimizer, loader = accelerator.prepare(network, optimizer, loader)
         else:
             loader = accelerator.prepare(loader)
@@ -238,7 +242,7 @@ class Trial:
                     return
 
     def plain_losses(self) -> Iterator[float]:
-        """Train in plain PyTorch and float32 in this process alone. Yields the mean loss of each step."""
+        """Train the test network in plain PyTorch on one process, as the reference. Yields each step's mean loss."""
         device = self.accelerator.device
         network = copy.deepcopy(self.network).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -261,7 +265,7 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """Create a temporary folder that the processes of one machine share, and remove it at the end."""
+    """Yield a path in a temporary folder that all processes of this machine share, and remove it at the end."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:
@@ -277,7 +281,16 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Run all checks until one fails, and return the findings. All processes must call this."""
+    """Check the setup of this run, up to the first check that fails. All processes must call this function.
+
+    Args:
+        processes: The expected number of processes. None accepts any number.
+        make: Creates the Accelerator to check.
+        begin: A function that is called with the name of each check before it runs.
+
+    Returns:
+        The results of the checks that ran.
+    """
     begin("start")
     trial = Trial(make(), processes)
     findings = []
@@ -301,7 +314,7 @@ def examine(
 
 
 def main() -> None:
-    """Run all checks, and append each result to a JSON-lines file on the first process of this machine."""
+    """Check the setup of this run. The first process of each machine writes the results to a JSON-lines file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--results", required=True)
     parser.add_argument("--processes", type=int)

@@ -24,7 +24,7 @@ PAYS = 1.1
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a script's settings that `drivetrain tune` tries.
+    """Change of a script's settings that `drivetrain tune` tries, such as more workers for a data loader.
 
     Attributes:
         text: The change as Python code.
@@ -47,7 +47,7 @@ _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False,
 @click.command(context_settings=_PASSING_ON, options_metavar="[FLAGS]")
 @click.argument("given", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def tune(given: tuple[str, ...]) -> int:
-    """Try settings that could make the steps of SCRIPT faster, and show the gain of each.
+    """Measure which settings make the training steps of SCRIPT faster.
 
     Each trial runs the script in its own process, up to the first steps of `Trainer.fit`, without callbacks, trackers
     and checkpoints. FLAGS are those of `drivetrain launch`, for scripts that need a launcher.
@@ -74,7 +74,7 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return a trial's command line, as the arguments before and after the path of the trial's JSON file."""
+    """Return the command line that runs a trial, split where the path of the trial's JSON file goes."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 
@@ -88,7 +88,13 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
-    """Run the script once. Returns `seconds` and `changes` of the trial, or its `problem`."""
+    """Run the script with a change. Returns the `seconds` of a step and further `changes`, or the `problem`.
+
+    Args:
+        command: The command line before and after the path of the trial's JSON file.
+        change: The change to try. An empty one runs the script as it is.
+        folder: The folder for the trial's files.
+    """
     from drivetrain.runtime.environment import RESUME_VARIABLE
 
     before, after = command

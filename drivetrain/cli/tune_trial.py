@@ -39,7 +39,10 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Callback that times the steps after a warm-up, writes the result to a file, and ends the process."""
+    """Callback that measures the time of a step, writes the result to a file, and ends the process.
+
+    The first steps are not measured, because they include compilation and other start-up work.
+    """
 
     saves_within_steps = False
 
@@ -73,11 +76,13 @@ class Pace(Callback):
             self._begun = perf_counter()
             return
         seconds = (perf_counter() - self._begun) / self._batches * trainer.accumulate_grad_batches
+        # The slowest process determines the time of a step.
         seconds, shares = max(gather_object([(seconds, trainer.timing.shares)]), key=lambda each: each[0])
         cores = min(gather_object([cores_of_process(trainer.num_devices)]))
         if trainer.is_global_zero:
             changes = [asdict(each) for each in self._changes(trainer, task, shares, cores)]
             self._result.write_text(json.dumps({"seconds": seconds, "changes": changes}))
+        # Whatever the script does after these steps is not part of the trial.
         raise SystemExit(0)
 
     def adapt(self, loader: Any) -> None:
@@ -114,7 +119,12 @@ class Pace(Callback):
 
 
 def _patch_trainer(change: Change, result: Path) -> None:
-    """Patch `Trainer` in this process so that every trainer runs a trial with the change."""
+    """Patch the class `Trainer` in this process so that any script's trainer runs a short trial with a change.
+
+    Args:
+        change: The change to try.
+        result: The file to which the result is written.
+    """
     make, adapt = Trainer.__init__, Trainer.adapt_loader
 
     @functools.wraps(make)

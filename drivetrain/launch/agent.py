@@ -55,14 +55,17 @@ _DYING = 0.2  # seconds that a killed process may still exist after its peers ha
 
 @dataclass(frozen=True)
 class Ending:
-    """Exit code of a rank's process, and the last time in seconds at which it was seen alive."""
+    """Exit code of an ended process, and the time in seconds at which the process was last seen alive."""
 
     exit_code: int
     last_seen: float
 
 
 class LocalRanks:
-    """Processes of one attempt on this machine, by local rank."""
+    """Processes that run the ranks of this machine, from their start to their end or restart.
+
+    All methods identify a process by its local rank.
+    """
 
     def __init__(
         self,
@@ -101,22 +104,26 @@ class LocalRanks:
         return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
 
     def ended_early(self) -> list[int]:
-        """Return the global ranks that have exited with code 0."""
+        """Return the global ranks of this machine's processes that have exited with code 0."""
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
-        """Return True if a rank has recorded a final error. Its process may still run."""
+        """Return True if a rank has recorded a fatal error, even if its process still runs exit handlers."""
         record = self._record(local)
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Return True if a rank has failed or is failing, unless all failed ranks are expendable."""
+        """Return True if a rank has failed or is about to fail, and the run cannot continue without it."""
         failed = self._failed()
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return the failed ranks that the run can continue without, by local rank. Empty if all ranks have failed."""
+        """Return the failed ranks without which the run can continue, or an empty list if all ranks failed.
+
+        A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
+        """
         failed = self._failed()
+        # Nobody is left to continue the work.
         if len(failed) == len(self._processes):
             return []
         return [
@@ -138,10 +145,11 @@ class LocalRanks:
     def _was_asked_to_stop(self, local: int) -> bool:
         ending, record = self.endings.get(local), self._record(local)
         code = ending.exit_code if ending is not None else record.exit_code if record is not None else 0
+        # A rank that was preempted or interrupted ends the run. It is not lost.
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank has raised or was killed by a signal other than `number`."""
+        """Return True if a rank raised an exception or was killed by another signal than `number`."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
@@ -149,7 +157,11 @@ class LocalRanks:
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """Return the failures of ranks that failed on their own, without those that the launcher stopped."""
+        """Return the failures of this machine's ranks. Ranks that the launcher stopped are left out.
+
+        Args:
+            with_lost: False to also leave out ranks without which the run can continue.
+        """
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
@@ -176,12 +188,12 @@ class LocalRanks:
         return failures
 
     def was_preempted(self) -> bool:
-        """Return True if the first rank that exited on its own reported a saved, resumable run."""
+        """Return True if the first rank to fail exited because of a preemption, after it had saved its state."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
     def was_interrupted(self) -> bool:
-        """Return True if the first rank that exited on its own was interrupted by Ctrl-C."""
+        """Return True if the first rank to fail was interrupted by Ctrl-C."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
 
@@ -191,11 +203,14 @@ class LocalRanks:
     # Termination
 
     def await_other_failures(self) -> None:
-        """Wait briefly for other dying ranks, since the first detected failure may be a consequence of another one."""
+        """Wait a moment for other ranks to exit, in case one of them caused the failure that was seen first."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
-        """Send SIGTERM to ranks, and SIGKILL after `patience` seconds. Ranks in a collective ignore SIGTERM."""
+        """Terminate processes with SIGTERM, and kill those that still run after `patience` seconds.
+
+        A process that waits in a collective does not react to SIGTERM.
+        """
         ranks = list(ranks)
         self.stopped.update(ranks)  # before the signal, so that its victims do not count as failed on their own
         if patience:
@@ -204,7 +219,7 @@ class LocalRanks:
         self.kill(ranks)
 
     def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to the processes of living ranks and to their child processes."""
+        """Send a signal to the given ranks' processes and their child processes. Ended processes are skipped."""
         self._signal(ranks, number, os.killpg)
 
     def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
@@ -229,7 +244,7 @@ class LocalRanks:
         self.wait(left, STOP_PATIENCE)
 
     def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the ranks have exited, `patience` seconds have passed, or `until()` is true."""
+        """Wait until the processes have exited, but at most `patience` seconds or until `until()` is true."""
         waited_for = set(ranks)
         deadline = time.monotonic() + patience
         self.poll()
@@ -238,7 +253,7 @@ class LocalRanks:
             self.poll()
 
     def end_orphans(self) -> None:
-        """Terminate child processes that exited ranks have left behind, since they could write into the next attempt.
+        """Terminate child processes of ranks that have exited, so that they do not disturb a restart.
 
         SIGTERM comes first, because multiprocessing's resource tracker needs a moment to free shared memory.
         """
@@ -256,6 +271,7 @@ class LocalRanks:
                 pass
 
     def _orphans(self) -> list[psutil.Process]:
+        # Each rank leads its own session, and its child processes stay in it after the rank has exited.
         sessions = {self._processes[local].pid for local in self.endings}
         found = []
         for process in psutil.process_iter():
@@ -277,14 +293,22 @@ _FAREWELL = 3.0  # seconds that the machine with the store waits for the others 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Return the maximum number of attempts and of failures over all machines, including late joiners."""
+    """Exchange restart counts between machines. Returns the highest number of attempts and of failures.
+
+    A machine that joins the run later thus continues the counts of the others. Waits for all machines.
+    """
     store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
+    # `get` waits until the other machine has written its counts.
     counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
     return max(count[0] for count in counts), max(count[1] for count in counts)
 
 
 class Peers:
-    """Launchers of all machines of a run, which communicate through a store during one attempt."""
+    """Connection to the launchers on the other machines of a run, through a key-value store.
+
+    Each start of the ranks uses its own keys. With a single machine, all methods return at once. The same happens after
+    the machine that serves the store has exited.
+    """
 
     def __init__(self, store: Any, machine: int, machines: int, attempt: int) -> None:
         self._store = store
@@ -296,7 +320,7 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Publish the first failure of this machine, or None if its ranks were only stopped."""
+        """Tell the other machines that this machine's ranks have ended, and the first failure if there is one."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
@@ -323,7 +347,11 @@ class Peers:
             return False
 
     def collect_stacks(self, own: str) -> str:
-        """Collect the stack traces of all ranks from all machines. Machines that do not answer in time are listed."""
+        """Return the stack traces of the ranks on all machines. Machines without a timely reply are named.
+
+        Args:
+            own: The stack traces of this machine's ranks.
+        """
         if self._machines == 1:
             return own
         self._write("stacks", own)
@@ -342,7 +370,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine waits for the stack traces of this machine's ranks."""
+        """Return True if another machine has requested the stack traces of this machine's ranks."""
         if self._machines == 1:
             return False
         try:
@@ -355,7 +383,7 @@ class Peers:
         self._write("stacks", own)
 
     def is_time_to_poll(self) -> bool:
-        """Return True at most once per second, and publish a sign of life each time."""
+        """Return True if a second has passed since the last True, and then also publish a heartbeat."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False
@@ -365,9 +393,10 @@ class Peers:
         return True
 
     def lost(self) -> list[int]:
-        """Return the machines that gave no sign of life for `LOST_AFTER` seconds."""
+        """Return the indices of machines whose last heartbeat is more than `LOST_AFTER` seconds old."""
         now = time.monotonic()
         try:
+            # Compare counters and use only this machine's clock, because clocks differ between machines.
             for peer, (beats, _) in self._last_signs.items():
                 if self._machines == 1 or not self._store.check([key := f"{self._prefix}/alive/{peer}"]):
                     continue
@@ -380,7 +409,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Publish that this machine's ranks have succeeded. Returns True if those of all machines have."""
+        """Publish that this machine's ranks have succeeded. Returns True once all machines have done so."""
         if self._machines == 1:
             return True
         self._write("done", "1")
@@ -390,7 +419,14 @@ class Peers:
             return True  # the machine that serves the store exits only after all machines are done
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
-        """Return the first failure over all machines, or None. Call this after this machine's ranks have exited."""
+        """Exchange failures between machines, and return the earliest one, or None if no rank failed.
+
+        Call this after this machine's ranks have exited.
+
+        Args:
+            own: The first failure on this machine, or None.
+            final: True to wait until the other machines have read the failures, before the store may disappear.
+        """
         if self._machines == 1:
             return own
         self.publish(own)
@@ -434,7 +470,7 @@ _LOST = "The other ranks continue: it was processing items of a work queue, and 
 
 
 class RankAgent(LocalElasticAgent):
-    """Elastic agent that starts, watches and terminates the ranks of one machine."""
+    """Torch elastic agent that starts, monitors and terminates the ranks of one machine."""
 
     def __init__(
         self,
@@ -477,11 +513,11 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def restarting(self) -> bool:
-        """True after one attempt has ended and before the next one starts."""
+        """True between the end of the ranks' processes and their restart."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
-        """Return the first failure over all machines, or None if no rank failed on its own."""
+        """Return the earliest failure over all machines, or None if no rank failed by itself."""
         failures = self._ranks.failures()
         return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
 
@@ -656,7 +692,7 @@ class RankAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stop_peers(self, locals_: Iterable[int]) -> None:
-        """Terminate the remaining ranks after a failure: at once before a restart, or else with SIGTERM first."""
+        """Terminate ranks after the failure of another one. Before a restart, kill them without a SIGTERM."""
         self._ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
@@ -668,7 +704,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait until all ranks have saved after a preemption, and decide between restart and exit."""
+        """Wait for all ranks to save after a preemption. The result lets torch restart the ranks or give up."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
@@ -690,7 +726,7 @@ class RankAgent(LocalElasticAgent):
         return self._give_up()
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
-        """Wait for ranks that save and exit. If one of them crashes, terminate the others."""
+        """Wait for ranks to save and exit within the grace period. If one crashes, terminate the others."""
         ranks = self._ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
@@ -706,14 +742,20 @@ class RankAgent(LocalElasticAgent):
     # Signals
 
     def _take_signals(self, before: dict[signal.Signals, Any]) -> None:
-        """Replace torch's signal handlers, which raise an exception at an arbitrary point of the program."""
+        """Install signal handlers that forward signals to the ranks, in place of torch's handlers.
+
+        Torch's handlers raise an exception at an arbitrary point of the program.
+
+        Args:
+            before: The handlers from before torch installed its own, by signal.
+        """
         for number, handler in before.items():
             self._previous_handlers.setdefault(number, handler)
             # Ignored signals stay ignored, so that `nohup drivetrain launch …` outlives its terminal.
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Store the first signal for the next poll. A second Ctrl-C or SIGTERM kills the ranks."""
+        """Record a signal to forward at the next poll. A repeated Ctrl-C or SIGTERM kills the ranks at once."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
@@ -730,7 +772,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """`LaunchError` that is also a `ChildFailedError`, which scripts for torch's elastic agent catch."""
+    """Error of a launch that scripts can also catch as `ChildFailedError`, like errors of torchrun."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

@@ -13,7 +13,7 @@ _NOT_PASSED_ON = "iqhuV?"
 
 @dataclass(frozen=True)
 class Invocation:
-    """Command line of a Python interpreter.
+    """Parsed command line with which a Python interpreter was started.
 
     Attributes:
         kind: `"script"`, `"module"` (`-m`), `"command"` (`-c`) or `"stdin"`.

@@ -49,7 +49,7 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Number of processes, device kind and environment of a launch on this machine.
+    """Number of processes, kind of device and environment variables for a launch on this machine.
 
     Attributes:
         local_processes: Number of processes on this machine.
@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Create the plan for this machine's devices and cores. Raises an error if the options do not fit them."""
+        """Create a plan from launch options and this machine's devices. Raises an error if they do not fit."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -140,6 +140,7 @@ def _available_cores() -> int:
         cores = min(cores, len(os.sched_getaffinity(0)))
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            # A container limits its CPU time by this quota, which the affinity mask does not show.
             quota, period = file.read().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
@@ -156,7 +157,7 @@ _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script as several processes and wait for them.
+    """Run a script in several processes, wait until they end, and return the exit code.
 
     The first rank that fails stops the others. Its traceback is written to stderr, once.
 
@@ -201,6 +202,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         log_dir = options.log_dir or stack.enter_context(temporary())
         watchdog = None
         if options.hang_limit != 0:
+            # Ranks write their heartbeats often, so keep these files in memory.
             memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             heartbeats = stack.enter_context(temporary(dir=memory))
             watchdog = Watchdog(heartbeats, options.hang_limit, debug=options.compares_calls)
@@ -208,7 +210,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Connect to the other machines, start and watch the ranks, and return the exit code."""
+    """Connect to the other machines, start the processes of the script, and return the exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -348,7 +350,10 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until machine 0 listens. Torch's own wait prints nothing and cannot be interrupted."""
+    """Wait until machine 0 accepts connections, with a message that tells the user what is missing.
+
+    Torch's own wait prints nothing and cannot be interrupted.
+    """
     host, _, port = parameters.endpoint.rpartition(":")
     serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
     if options.machine_rank == 0 if parameters.backend == "static" else serves:
@@ -369,7 +374,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
 
 
 def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
-    """Create the handler's store in a thread, since torch's wait for the other machines cannot be interrupted."""
+    """Connect to the other machines in a background thread, so that Ctrl-C can interrupt the wait."""
     failures: list[Exception] = []
 
     def meet() -> None:
@@ -390,7 +395,7 @@ def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
 
 
 def _local_address_for(address: str) -> str | None:
-    """Return this machine's IP address on the network of `address`, or None if it is unknown.
+    """Return the IP address with which this machine reaches `address`, or None if there is no route.
 
     Other machines may not be able to resolve this machine's name.
     """
@@ -403,10 +408,9 @@ def _local_address_for(address: str) -> str | None:
 
 
 def _is_unresolved_local_address(address: str) -> bool:
-    """Return True if the address belongs to this machine although its host name does not resolve to it.
+    """Return True if an address is this machine's, but torch would not recognize it by the host name.
 
-    Torch expects the name to resolve to it. On machines with several networks and in containers, no machine would serve
-    the rendezvous otherwise.
+    On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
     """
     if _matches_machine_hostname(address):
         return False
@@ -450,7 +454,7 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Return name, value and source of each given setting, and the reason if it has no effect."""
+    """Return a table row (name, value, source) for each given setting, with a note if it has no effect."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -465,7 +469,10 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Format all top-level settings, and the given settings of groups, with their values and sources."""
+    """Return a table of launch settings as text, with their values and the sources of the values.
+
+    It lists all top-level settings, and of groups such as `fsdp_config` only the settings that were given.
+    """
     rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
     lines = []
     for name, setting in SETTINGS.items():
@@ -493,7 +500,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Describe the processes, devices and environment of a launch without starting it."""
+    """Return a description of what a launch would start: processes, devices, settings and variables."""
     plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines
@@ -511,7 +518,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
-    """Return the plan of a launch on Ray, as far as it is known without the cluster."""
+    """Return a plan for a launch on Ray. Processes and devices are only known once the cluster is connected."""
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
@@ -557,7 +564,7 @@ _PROGRAMS = ("mpirun", "mpiexec")
 
 
 def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script as several processes that mpirun starts, and wait for them.
+    """Run a script in several processes started by mpirun. Returns mpirun's exit code.
 
     Each process reads its rank from MPI's environment variables.
     """

@@ -37,10 +37,9 @@ _MOST_LINES = 12
 
 
 class NotebookError(LaunchError):
-    """Raised if a process fails. A notebook shows at most 12 lines of the message."""
+    """Raised by `notebook_launcher` if a process fails. A notebook shows at most 12 lines of the message."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows instead of the traceback."""
         lines = str(self).splitlines()
         left_out = len(lines) - _MOST_LINES
         if left_out <= 0:
@@ -96,7 +95,12 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Pickle a value for a new interpreter, with cloudpickle if plain pickle fails."""
+    """Pickle a value for a new Python process. Falls back to cloudpickle if pickle fails.
+
+    Args:
+        value: The value.
+        has_script: True if the new process imports the running script, so that its functions need no copy.
+    """
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -108,8 +112,6 @@ def sent(value: Any, has_script: bool) -> bytes:
     buffer = io.BytesIO()
 
     class Pickler(cloud.Pickler):  # type: ignore[misc, name-defined]
-        """Pickler that pickles only those objects by value that the other process cannot import."""
-
         def reducer_override(self, given: Any) -> Any:
             if has_script and isinstance(given, type | FunctionType) and _is_of_script(given):
                 return NotImplemented
@@ -127,7 +129,12 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return a message about the innermost object that cannot be pickled, or an empty string if all can be."""
+    """Return a message that names the object that cannot be pickled, or `""` if everything can be.
+
+    Args:
+        parts: The objects to pickle, by the name to use in the message.
+        has_script: True if the new processes import the running script.
+    """
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -180,7 +187,7 @@ def launch_on_xla(
     mixed_precision: str,
     num_nodes: int,
 ) -> None:
-    """Run a function in one process that drives all XLA devices of this machine, or in one process per device.
+    """Run a function on the XLA devices of this machine, in one process for all or one per device.
 
     torch_xla forks the processes and assigns their devices. Objects in `args`, such as a model, are shared with them
     until they change them (copy on write).
@@ -222,7 +229,7 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """Run the function in a forked process. Starts XLA's runtime, which defines the rank."""
+    """Run a function in a forked process, after setting the rank that the XLA runtime assigned to it."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),
@@ -243,12 +250,12 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Raised in a child process when the imported script reaches the call that starts processes."""
+    """Raised in a child process to stop the import of a script where the script starts processes."""
 
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """Location of the code of `__main__`.
+    """File and module name of the running script, with which a child process imports the script again.
 
     Attributes:
         path: Path of the file.
@@ -260,7 +267,10 @@ class ScriptMain:
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """Return the location for this process, or None if `__main__` has no file or is a package's command."""
+        """Return the location of the running script, or None if there is no script to import.
+
+        There is none in notebooks and interactive sessions, or with `python -m PACKAGE`.
+        """
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if path is None or not os.path.isfile(path):
@@ -270,9 +280,10 @@ class ScriptMain:
         return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
 
     def load(self) -> None:
-        """Run the script's top level as this process's `__main__` module, under another name than `"__main__"`.
+        """Import the script as the `__main__` module of this child process.
 
-        It stops at the call that would start processes again.
+        Its `__name__` is `"__mp_main__"`, so that `if __name__ == "__main__"` does not run. The import stops at the
+        call that would start processes again.
         """
         module = ModuleType(_NAME)
         module.__file__ = self.path
@@ -294,15 +305,22 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """Stop the script's top level at this point if a child process is importing the script."""
+    """Stop the import of a script in a child process, because the caller would start processes again.
+
+    No effect if no script is being imported.
+    """
     if PartialState.registry().get(_IMPORTS):
         raise ScriptReached
 
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Prevent multiprocessing from importing the script in child processes, which import it themselves."""
+    """Hide the script from multiprocessing in the body, so that it does not import the script by itself.
+
+    The child processes import the script with `ScriptMain.load`.
+    """
     main = sys.modules["__main__"]
+    # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
@@ -321,7 +339,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised in this process after an interrupt, once the child processes have ended.
+    """Raised after Ctrl-C, once all child processes have ended in an orderly way.
 
     Attributes:
         value: Return value of the function in the first process.
@@ -337,7 +355,7 @@ class Call:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Run the preparation function, before the process gets its rank."""
+        """Run the setup function of the call, if there is one, before this process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -347,7 +365,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """Function call for new interpreters, which import the running script again."""
+    """Function call that is pickled for a new Python process, which imports the running script first."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -414,7 +432,14 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait for all processes and return the first one's value. After a failure, the others are terminated."""
+        """Wait for all processes, and return the value that the first process returns.
+
+        After a failure, the other processes are terminated.
+
+        Raises:
+            NotebookError: A process failed.
+            InterruptedProcessesError: The processes ended after an interrupt, and the first one returned a value.
+        """
         try:
             with self._signals_forwarded():
                 self._wait()
@@ -436,7 +461,7 @@ class Processes:
         return self._returned()
 
     def _wait(self, patience: float = float("inf")) -> None:
-        """Wait until all processes have exited, one has failed, or `patience` seconds have passed."""
+        """Wait until all processes have exited or one has failed, but at most `patience` seconds."""
         deadline = time.monotonic() + patience
         while alive := [process for process in self._processes.values() if process.exitcode is None]:
             left = deadline - time.monotonic()
@@ -491,7 +516,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures of the processes so far. Call this before any of them is terminated."""
+        """Return the failures of processes that have ended. Call this before the others are terminated."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
@@ -519,9 +544,11 @@ class Processes:
 
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
-    """Run the call in a child process, and send its return value or its traceback to the parent."""
+    """Run a call in a child process, and send the returned value or the traceback to the parent."""
+    # A forked process inherits the handlers of its parent, which forward signals to the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
+        # Ctrl-C then reaches only the parent, which sends it on once.
         os.setpgrp()
     threading.Thread(target=_end_with_parent, name="drivetrain-parent", daemon=True).start()
     try:
@@ -554,10 +581,11 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
 
 
 def _end_with_parent() -> None:
-    """Exit this process when its parent process is gone."""
+    """Wait for the parent process to end, then exit this process. Runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # Not `sys.exit`, which would only end this thread.
         os._exit(1)
 
 
@@ -584,7 +612,7 @@ def notebook_launcher(
     start_method: str = "fork",
     cpu: bool = False,
 ) -> Any:
-    """Run a function in several processes and wait for them.
+    """Run a function in several processes, for example to train on all GPUs from a notebook.
 
     Args:
         function: Function to run in each process. It must create its own Trainer or Accelerator.
@@ -656,7 +684,18 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Run a function in several processes of this machine and wait for them. They exit if this process exits."""
+    """Run a function in several processes on this machine. Returns the first process's value.
+
+    The processes exit if this process exits.
+
+    Args:
+        function: The function to run in each process.
+        args: The arguments of the function.
+        options: The options of the launch, such as the number of processes.
+        start_method: `"fork"` or `"spawn"`.
+        prepare: A function to call in each process before it gets its rank, and its arguments.
+        takes_over: True to allow process state in this process, and to forward its signals to the processes.
+    """
     stop_at_start_of_processes()
     plan = LaunchPlan.make(options)
     world_size = plan.local_processes * options.max_machines

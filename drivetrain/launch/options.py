@@ -89,7 +89,7 @@ def _option(section: str, help: str, kind: str = "text", default: Any = None, **
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of a launch: number of processes, machines, devices and settings.
+    """Options of a launch, such as the number of processes and machines, the devices and the precision.
 
     Each argument equals the flag of `drivetrain launch` with the same name. `module`, `stand_in` and `tee` are the
     flags `-m`, `--as` and `-t`. Groups of settings, such as `fsdp_config`, are dicts with the keys of a configuration
@@ -337,11 +337,11 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Create the options from several sources, such as the command line and a file.
+        """Create launch options from several dicts, such as command-line flags and a configuration file.
 
         Args:
-            sources: Dicts from option to value, the strongest first. The first source with an option wins. None means
-                not given.
+            sources: Dicts from option to value. If several dicts have an option, the first one wins. None means not
+                given.
 
         Raises:
             ConfigurationError: An option does not exist, or a value is invalid.
@@ -350,7 +350,7 @@ class LaunchOptions:
 
     @classmethod
     def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
-        """Create the options from collected settings. Settings without an effect are left out.
+        """Create launch options from settings that remember their source. Unused settings are ignored.
 
         Args:
             given: Values by name of the setting.
@@ -367,13 +367,14 @@ class LaunchOptions:
             elif name in known:
                 merged[name] = each.value
         machines = merged.get("num_machines")
+        # The setting is text because it may be "MIN:MAX".
         if isinstance(machines, str) and machines.isdigit():
             merged["num_machines"] = int(machines)
         return cls(**merged)
 
     @property
     def values(self) -> dict[str, Any]:
-        """All settings that differ from their defaults, by name."""
+        """The options that differ from their defaults, as a flat dict by name."""
         found: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -385,7 +386,7 @@ class LaunchOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the processes that do not depend on the machine."""
+        """Environment variables that pass the options to the processes, equal on every machine."""
         variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
         if self.debug:
             variables["DRIVETRAIN_DEBUG"] = "1"
@@ -401,7 +402,9 @@ class LaunchOptions:
         return variables
 
     def check_script(self, script: str) -> None:
-        """Raise an error if the script, the program or a settings file does not exist. Modules are not checked.
+        """Raise an error if the script or program, or a file that the options name, does not exist.
+
+        Modules (`-m`) are not checked.
 
         Raises:
             ConfigurationError: A file does not exist.
@@ -427,12 +430,14 @@ class LaunchOptions:
 
     @property
     def compares_calls(self) -> bool:
-        """True if processes compare their calls before each collective, because of `debug` or the environment."""
+        """True if debug mode is on, in which processes check that they call the same collectives."""
         return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds without progress that count as a hang, from `hang_timeout` or the environment, or None.
+        """Seconds without progress after which a run counts as hanging, or None for the default.
+
+        Taken from `hang_timeout`, or else from the environment.
 
         Raises:
             ConfigurationError: The variable's value is not a number of seconds.
@@ -452,13 +457,13 @@ class LaunchOptions:
 
     @property
     def rendezvous_settings(self) -> dict[str, str]:
-        """The keys and values of `rdzv_conf`."""
+        """The settings in `rdzv_conf`, such as `timeout`, as a dict."""
         pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
     def device_ids(self) -> tuple[str, ...] | None:
-        """The ids in `gpu_ids`, or None for all devices."""
+        """The ids of the devices to use on this machine, or None to use all devices."""
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
         return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," means one id
@@ -501,6 +506,7 @@ class LaunchOptions:
                 f'num_machines is {self.num_machines!r}, but must be a number or "MIN:MAX", such as "1:2".',
             )
         least, most = int(numbers[0]), int(numbers[-1])
+        # The dataclass is frozen.
         object.__setattr__(self, "min_machines", least)
         object.__setattr__(self, "max_machines", most)
         if least < 1:
@@ -530,6 +536,7 @@ class LaunchOptions:
                 f"num_processes is {self.num_processes} over all machines, which is not divisible by {most} "
                 f"machines. Give a multiple of {most}.",
             )
+        # 0 takes a free port, which other machines could not know.
         lowest = 0 if most == 1 else 1
         port = self.main_process_port
         if port is not None and not lowest <= port <= 65535:

@@ -47,7 +47,7 @@ _PIPE = 65536  # bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a Ray worker.
+    """Machine and GPUs on which Ray has placed a worker.
 
     Attributes:
         node: Ray's id of the machine.
@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """Changes of a rank since the last report.
+    """State of a rank's process, and its output since the previous report.
 
     Attributes:
         output: New output in order: 1 for stdout or 2 for stderr, and the bytes.
@@ -78,7 +78,7 @@ class Report:
 
 
 class Stream:
-    """Reader of a process's pipe that returns whole lines, and an unfinished line after a pause."""
+    """Reader of a process's output pipe, which keeps lines whole so that ranks do not mix within a line."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
@@ -88,7 +88,13 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return the new output up to the last line end."""
+        """Return the complete lines of output that have arrived since the last call.
+
+        An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
+
+        Args:
+            last: True to return everything, after the process has ended.
+        """
         if last:
             self._reader.join(STOP_PATIENCE)  # an orphaned child process may keep the pipe open
         with self._lock:
@@ -109,7 +115,10 @@ class Stream:
 
 
 class RayWorker:
-    """Ray actor that runs one rank as a child process. Ray executes its calls one after the other."""
+    """Ray actor that runs one rank of the script as a child process on its machine.
+
+    Ray executes its calls one after the other.
+    """
 
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
@@ -164,7 +173,7 @@ class RayWorker:
         return process.pid
 
     def poll(self, patience: float) -> Report:
-        """Wait up to `patience` seconds for new output or a change of state."""
+        """Return a report of the rank. Waits up to `patience` seconds for new output or a changed state."""
         ranks = self._running()
         deadline = time.monotonic() + patience
         while True:
@@ -185,7 +194,7 @@ class RayWorker:
         ranks.stop(ranks.alive(), patience)
 
     def clean_up(self) -> None:
-        """Kill the rank and its remaining child processes, and remove temporary files."""
+        """Kill the rank's process and its remaining child processes, and remove temporary files."""
         if self._ranks is not None:
             self.stop(0)
             self._ranks.end_orphans()
@@ -204,7 +213,12 @@ def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str])
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """Return the launcher's environment without the variables that describe its own machine."""
+    """Return the launcher's environment variables that are meaningful on other machines too.
+
+    Args:
+        environ: The environment.
+        leave: Names of further variables to leave out.
+    """
     left = {*_OF_A_MACHINE, *leave}
     return {
         name: value
@@ -233,13 +247,14 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(options: LaunchOptions) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start one for this run. Yields the ray module."""
+    """Connect to a Ray cluster, or start one with `ray_address="local"`. Yields the `ray` module."""
     ray = import_ray()
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a temporary cluster should not report usage
         wanted = (options.num_processes or 1) * cores_of_worker(options)
+        # Declare as many cores as the ranks reserve, or the reservation would never be fulfilled.
         settings |= {"num_cpus": max(os.cpu_count() or 1, wanted), "include_dashboard": False}
     elif address != "auto":
         _check_reachable(address)
@@ -254,7 +269,10 @@ def connected(options: LaunchOptions) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise an error if nothing listens at the address. Ray itself retries for minutes and then kills the process."""
+    """Raise an error if no Ray cluster listens at the address.
+
+    Ray itself retries for minutes and then kills the process.
+    """
     if "://" in address:
         raise LaunchError(
             f"ray_address is {address!r}, but Ray's client cannot start ranks. Run the command on a machine of the "
@@ -283,7 +301,7 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """Return the number of ranks, and True if each gets a GPU."""
+    """Return the number of ranks to start on a Ray cluster, and whether each rank gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
@@ -300,13 +318,24 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
 def reserved(
     ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
 ) -> Iterator[list[Any]]:
-    """Reserve a Ray worker for each rank, all at once, and release them at the end."""
+    """Start a Ray worker for each rank, all of them or none. Yields the workers and ends them afterwards.
+
+    Yields an empty list if a signal stopped the wait for free resources.
+
+    Args:
+        ray: The `ray` module.
+        options: The options of the launch.
+        count: The number of workers.
+        on_devices: True to reserve a GPU for each.
+        stopped: Returns True to stop waiting.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     needed: dict[str, float] = {"CPU": cores_of_worker(options)}
     if on_devices:
         needed["GPU"] = 1
+    # PACK uses as few machines as possible.
     group = placement_group([needed] * count, strategy="PACK")
     workers: list[Any] = []
     try:
@@ -328,7 +357,7 @@ def reserved(
 def _await_resources(
     ray: Any, options: LaunchOptions, group: Any, needed: dict[str, float], count: int, stopped: Callable[[], bool]
 ) -> bool:
-    """Wait until the workers are reserved. Returns False if the wait was stopped by a signal."""
+    """Wait until Ray has reserved CPUs and GPUs for all workers. Returns False if `stopped()` is true."""
     begin = time.monotonic()
     limit = float(options.rendezvous_settings.get("timeout", _RESERVE_TIMEOUT))
     noticed = False
@@ -359,7 +388,7 @@ def _has(ray: Any) -> str:
 
 
 def rank_order(places: list[Place]) -> list[int]:
-    """Return the workers in rank order: grouped by machine, then sorted by device id."""
+    """Return the indices of workers in the order of their ranks: by machine, then by GPU id."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
     # Sort ids by length first, so that 10 comes after 9.
@@ -377,7 +406,7 @@ _SETTLE = 0.5  # seconds to wait for other failures, since the first detected on
 
 
 def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script as several processes on the workers of a Ray cluster, and wait for them.
+    """Run a script in several processes on a Ray cluster. Returns the exit code.
 
     Each worker reserves cores and, if the cluster has GPUs, one GPU. Ranks inherit this process's working directory and
     environment, except for variables that describe this machine.
@@ -431,7 +460,10 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait until all ranks have exited. After a failure or a signal, terminate the others."""
+        """Wait for all ranks to exit, and return the first failure, or None if all succeeded.
+
+        After a failure or a signal, the other ranks are terminated.
+        """
         while self.alive():
             self.poll()
             if signals:
@@ -441,7 +473,8 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Read the reports of workers that have some, and print the output of their ranks."""
+        """Receive reports from the workers, and print the output of their ranks."""
+        # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         for news in {*ready, *more}:
@@ -481,7 +514,7 @@ class RayRanks:
         self._kill()
 
     def _end_by_signal(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """Forward the first signal and wait. A second signal kills the ranks."""
+        """Forward a signal to the ranks and wait for them to exit. A second signal kills them."""
         for rank in self.alive():
             self._workers[rank].forward.remote(int(signals[0]))
         if signals[0] == signal.SIGINT:
@@ -494,7 +527,7 @@ class RayRanks:
         self._kill()
 
     def _crashed(self) -> bool:
-        """Return True if a rank has raised, so that the others may wait for it for ever."""
+        """Return True if a rank has raised an exception, so that other ranks may wait for it in vain."""
         return any(failure.text for failure in self.failures())
 
     def _kill(self) -> None:
@@ -544,7 +577,7 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
 
 
 def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """Yield each rank's environment variables for its rank, its world size and its visible devices.
+    """Yield the environment variables of each rank, such as `RANK`, `WORLD_SIZE` and the visible GPUs.
 
     As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
     """
@@ -565,7 +598,7 @@ def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """Return the results of Ray calls, or an empty list if the wait was stopped by a signal."""
+    """Wait for the results of Ray calls and return them, or an empty list if `stopped()` is true."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []
@@ -600,7 +633,7 @@ def _after_signals(options: LaunchOptions, signals: Sequence[signal.Signals], ra
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Yield a list that collects the termination signals of this process as they arrive."""
+    """Collect the termination signals that this process receives, in the list that is yielded."""
     received: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number in FORWARDED_SIGNALS:

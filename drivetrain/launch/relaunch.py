@@ -13,12 +13,12 @@ from drivetrain.runtime.errors import LaunchError
 
 
 def already_launched() -> bool:
-    """Return True if a launcher started this process: drivetrain's, or another one that set a rank and a world size."""
+    """Return True if a launcher, such as `drivetrain launch` or torchrun, started this process."""
     return ProcessEnvironment.detect().is_launched
 
 
 def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
-    """Run this process's own script as several processes, then exit with their exit code.
+    """Run this process's script again in several processes, then exit with the exit code of the run.
 
     The script runs from its start in each process, with the same arguments and interpreter options. Code before this
     call therefore runs once in this process and once more in each new one.

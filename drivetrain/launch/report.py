@@ -47,7 +47,7 @@ COMPARE_CALLS = (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of one rank.
+    """Failure of one rank: its exit code, its time, and its traceback if there is one.
 
     Attributes:
         rank: Global rank.
@@ -71,7 +71,7 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """Exit code as in a shell: 128 plus the signal's number for signals."""
+        """Exit code as a shell reports it: 128 plus the signal's number after a fatal signal."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Failure record that a rank has written.
+    """Contents of the file in which a rank records its failure for the launcher.
 
     Attributes:
         text: Traceback, or the message passed to `sys.exit`.
@@ -111,7 +111,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
 
 def read_record(path: str) -> FailureRecord | None:
-    """Read a failure record of drivetrain or of torch elastic, or return None if there is none."""
+    """Read a rank's failure record, in the format of drivetrain or torch elastic. None if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -131,7 +131,15 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Return the message for the user about the failure of a rank."""
+    """Return an error message about a rank's failure: cause, host, and traceback if there is one.
+
+    Args:
+        failure: The failure.
+        world_size: Number of ranks in the run.
+        then: What happens next. Empty states that the other processes were stopped.
+        advise: True to add likely causes of a fatal signal.
+        debug: True if processes already compare their calls, so that this is not suggested.
+    """
     peers = world_size - 1
     stopped = f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
     if failure.hung:
@@ -162,7 +170,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Print that the run can be resumed, and return the exit code for it."""
+    """Print that starting the run again will resume it, and return the exit code with this meaning."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
@@ -187,7 +195,16 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Print how a run ended after a signal was forwarded to its ranks, and return the exit code."""
+    """Return the exit code of a run that a signal ended, and print how the run ended.
+
+    Args:
+        received: The signal.
+        overdue: The ranks that were killed after the grace period.
+        grace_period: The time in seconds that ranks had to exit.
+        preempted: True if the ranks have saved a resumable state.
+        succeeded: True if all ranks exited with code 0.
+        described: The message about a failure, or an empty string.
+    """
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
         announce(
@@ -228,7 +245,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack of a rank's main thread.
+    """Stack trace of a rank's main thread, used to show where the rank hangs.
 
     Attributes:
         frames: The frames, innermost first.
@@ -238,7 +255,10 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse the output of `faulthandler`, or return None if it has no frames. The last of several stacks counts."""
+        """Parse a stack trace written by `faulthandler`. Returns None if the text has no frames.
+
+        If there are several stack traces, the last one counts.
+        """
         frames: list[Frame] = []
         for line in text.splitlines():
             if line.startswith(("Stack ", "Current thread ", "Thread ")):
@@ -249,12 +269,12 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost frame outside drivetrain, torch and the standard library."""
+        """Innermost frame of the user's code, or the innermost frame of all if there is no user code."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective that the rank waits in, or None."""
+        """Name of the collective operation in which the rank waits, or None if it waits in none."""
         inside = list(takewhile(lambda frame: is_library(frame.filename), self.frames))
         ours = [frame for frame in inside if in_package(frame.filename, "runtime")]
         torchs = [frame for frame in inside if in_torch(frame.filename, "distributed")]

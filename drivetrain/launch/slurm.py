@@ -25,7 +25,7 @@ _OWN = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "rdzv
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """SLURM job, or job step, of this process.
+    """Machines and tasks of the SLURM job in which this process runs.
 
     Attributes:
         job: Id of the job.
@@ -45,7 +45,7 @@ class SlurmJob:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] | None = None) -> SlurmJob | None:
-        """Read the job from SLURM's environment variables, or return None outside a job."""
+        """Return the SLURM job of this process from environment variables, or None outside a job."""
         variables = os.environ if environ is None else environ
         job = variables.get("SLURM_JOB_ID")
         in_step = any(variables.get(name) for name in _STEP)
@@ -71,7 +71,7 @@ class SlurmJob:
 
     @property
     def port(self) -> int:
-        """Port of the rendezvous, derived from the job id, so that two jobs on one machine rarely collide."""
+        """Port at which the machines connect, derived from the job id to differ between jobs."""
         digits = "".join(character for character in self.job if character.isdigit())
         return 20000 + int(digits[-4:]) if digits else DEFAULT_PORT
 
@@ -102,10 +102,10 @@ class SlurmJob:
 
 
 def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the launch options of this process's SLURM job. Empty outside a job or if rendezvous flags are given.
+    """Return launch options for the SLURM job of this process, such as the number of machines.
 
-    In the batch script of a job with several machines, this function does not return: it replaces the process by srun,
-    which runs the same command on each machine.
+    Empty outside a job, or if the user gave flags about machines. In the batch script of a job with several machines,
+    this function does not return: it replaces the process by srun, which runs the same command on each machine.
     """
     job = SlurmJob.detect(environ)
     on_ray = given.get("launcher") == "ray"  # Ray has its own machines
@@ -151,7 +151,7 @@ def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
 
 @dataclass(frozen=True)
 class SbatchFile:
-    """An sbatch file that launches a script and requeues the job after a preemption."""
+    """Writer of an sbatch file that launches a script and queues the job again after a preemption."""
 
     nodes: int = 1
     gpus_per_node: int | None = None
@@ -226,7 +226,10 @@ exit $code
 
 @dataclass(frozen=True)
 class JobSetManifest:
-    """Kubernetes JobSet that launches a script, with one pod per machine and joint restarts."""
+    """Writer of a Kubernetes JobSet that launches a script, with one pod per machine.
+
+    If a pod fails, all pods restart.
+    """
 
     image: str
     name: str = "drivetrain"

@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Last known signs of a rank, and the watchdog's time at which they changed."""
+    """Latest progress of one rank, and the watchdog's time at which it was made."""
 
     pid: int
     path: str
@@ -42,6 +42,7 @@ class _Progress:
 
     def update(self, now: float) -> None:
         self.sign = read_sign(self.path, self.pid)
+        # No heartbeat yet, for example because the script still imports modules.
         if self.sign is None:
             self.since = now
             return
@@ -54,7 +55,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """State of one rank during a hang.
+    """State of one rank at the time when the watchdog found that the run hangs.
 
     Attributes:
         rank: Global rank.
@@ -104,7 +105,10 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Read the ranks' signs, at most once per second. Returns reports of all ranks after a hang, or else None."""
+        """Check the ranks' progress. Returns reports of all ranks if the run hangs, or else None.
+
+        Checks at most once per second, and returns None in between.
+        """
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -126,7 +130,7 @@ class Watchdog:
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Request the ranks' stacks, and return a report for each rank."""
+        """Return a report of each living rank, with the stack trace that the rank writes on request."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -142,7 +146,12 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return a hang as the failure of the rank that has been idle longest."""
+        """Return a failure that describes a hang, attributed to the rank that has been idle longest.
+
+        Args:
+            reports: The reports of this machine's ranks.
+            text: The description of where all ranks wait.
+        """
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
         lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]
@@ -161,7 +170,7 @@ class Watchdog:
         )
 
     def _waits(self, local: int, report: RankReport) -> bool:
-        """Return True if a rank certainly waits in a collective and does not compute."""
+        """Return True if a rank is certainly blocked in a collective, not just busy with a long computation."""
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
         # On accelerators, CPU time does not count, and a forward or backward may still be computing.
@@ -183,6 +192,7 @@ class Watchdog:
         for local in ranks:
             progress = self._watched[local]
             if progress.sign and _catches(progress.pid, STACK_SIGNAL) and _status(progress.pid) not in _STOPPED:
+                # Ranks append to this file, so a new stack begins at its current end.
                 starts[local] = _size(f"{progress.path}.stack")
                 try:
                     os.kill(progress.pid, STACK_SIGNAL)
@@ -193,6 +203,7 @@ class Watchdog:
         while time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL)
             before, sizes = sizes, {local: _size(f"{self._watched[local].path}.stack") for local in starts}
+            # Every rank has written something, and no file has grown since the last look.
             if sizes == before and all(size > starts[local] for local, size in sizes.items()):
                 break
         return {local: self._read_stack(local, starts.get(local)) for local in ranks}
@@ -223,7 +234,7 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Return the CPU seconds of a process's main thread, or of the whole process if the system does not provide it."""
+    """Return the CPU seconds used by a process's main thread, or by the process where this is unknown."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
             # The name in brackets may contain spaces. After it, state is field 3, user and system time are 14 and 15.
@@ -239,7 +250,10 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process handles a signal, or if this is unknown. A signal without a handler would kill it."""
+    """Return True if a process has a handler for a signal, which would kill the process otherwise.
+
+    Also True on systems that do not show the handlers.
+    """
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script on the command line as this process's main program, and return the exit code."""
+    """Run the script given on the command line as the main program, and return its exit code."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
     # Registered before the script registers its exit handlers, so it runs after all of them.
@@ -116,7 +116,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
 
 
 def _exit_code(stop: SystemExit, *, report: bool) -> int:
-    """Return the exit code of a `SystemExit` by Python's rules, and report it if it is not 0."""
+    """Return the exit code of a `SystemExit` by Python's rules. With `report`, record a failure."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -136,7 +136,7 @@ def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> Non
 
 
 def _traceback(error: BaseException) -> str:
-    """Format the traceback like plain Python, without the frames of this file and of the import system."""
+    """Format an exception's traceback as Python does, starting at the first frame of the user's script."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -146,9 +146,9 @@ def _traceback(error: BaseException) -> str:
 
 
 def _free_frames(error: BaseException) -> None:
-    """Free the objects in an exception's frames, such as models, and set `sys.last_value` as Python does.
+    """Free objects that an exception's traceback keeps alive, such as models on the device.
 
-    Exit handlers read `sys.last_value` to detect a failed script.
+    Sets `sys.last_value` first, from which exit handlers detect a failed script.
     """
     sys.last_type, sys.last_value = type(error), error
     chain: BaseException | None = error
@@ -163,7 +163,7 @@ def _free_frames(error: BaseException) -> None:
 
 
 def _leave_process_group(rank_process: int) -> None:
-    """Destroy a process group that the script has left open, and free global DDP models.
+    """Destroy the process group at exit if the script has not done so, and free global DDP models.
 
     Otherwise gloo's threads are alive at interpreter exit. With a DDP model at the script's top level, this aborts the
     process in about half of the runs (seen with torch 2.13).
@@ -189,7 +189,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel to kill this process if its parent dies, so that no orphaned rank occupies a device. Linux only.
+    """Ask Linux to kill this process if the launcher dies, so that no orphaned rank occupies a device.
 
     The launcher starts ranks in sessions of their own, so no terminal signal would end them.
     """
@@ -202,7 +202,7 @@ def _end_with_parent() -> None:
 
 
 def _take_share_of_cores() -> None:
-    """Bind this process to its equal share of the machine's cores if the launcher has requested it."""
+    """Bind this process to an equal share of the machine's cores, if the launcher has requested it."""
     if os.environ.get(AFFINITY_VARIABLE) != "1":
         return
     cores = sorted(os.sched_getaffinity(0))

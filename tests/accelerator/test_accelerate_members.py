@@ -141,7 +141,7 @@ def test_models_are_compiled_in_place(regional):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ConfigurationError, match="Did you mean 'inductor'"):
         Accelerator(cpu=True, dynamo_backend="induktor")
-    with pytest.raises(ConfigurationError, match="give one"):
+    with pytest.raises(ConfigurationError, match="only one of them"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
 
 

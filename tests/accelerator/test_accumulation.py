@@ -255,7 +255,7 @@ def test_several_models_and_optimizers_share_a_window():
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "two"])
 def test_a_number_of_steps_that_cannot_be_is_refused(steps):
-    with pytest.raises(ConfigurationError, match=r"at least 1|whole number"):
+    with pytest.raises(ConfigurationError, match="integer of at least 1"):
         Accelerator(cpu=True, gradient_accumulation_steps=steps)
 
 

@@ -98,8 +98,8 @@ def test_an_accelerator_takes_torchaos_own_configuration():
 @pytest.mark.parametrize(
     ("handlers", "message"),
     [
-        ([AORecipeKwargs(), TERecipeKwargs()], "AORecipeKwargs and TERecipeKwargs, recipes for 'fp8' both"),
-        ([AORecipeKwargs(), AORecipeKwargs()], "holds two AORecipeKwargs"),
+        ([AORecipeKwargs(), TERecipeKwargs()], "AORecipeKwargs and TERecipeKwargs, but only one FP8 recipe"),
+        ([AORecipeKwargs(), AORecipeKwargs()], "two objects of type AORecipeKwargs"),
         ([FP8RecipeKwargs(backend="AO")], "FP8RecipeKwargs(backend)='AO' is not supported. Allowed: te, msamp"),
         ([TERecipeKwargs(fp8_format="E5M2")], "format='E5M2' is not supported. Allowed: HYBRID, E4M3"),
         ([TERecipeKwargs(override_linear_precision=(False, False, True))], "recipe='rowwise_gw_hp'"),
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(handlers, message):
 
 
 def test_a_recipe_beside_a_precision_is_refused():
-    with pytest.raises(ConfigurationError, match="AORecipeKwargs are options of a precision given by its name"):
+    with pytest.raises(ConfigurationError, match="AORecipeKwargs cannot be combined with mixed_precision="):
         Accelerator(cpu=True, mixed_precision=FP8(), kwargs_handlers=[AORecipeKwargs()])
 
 

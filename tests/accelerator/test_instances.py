@@ -97,15 +97,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mixed_precision": "bf-16"}, r"Unknown precision 'bf-16'.*Allowed: 32.*Did you mean 'bf16"),
     ({"strategy": "dpp"}, r"Unknown strategy 'dpp'.*single, ddp.*Did you mean 'ddp'"),
     ({"strategy": 3}, "must be a name or a Strategy object, got int"),
-    ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, "two GradScalerKwargs"),
-    ({"kwargs_handlers": [{"init_scale": 1}]}, "holds a dict; allowed: DistributedDataParallelKwargs"),
+    ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, "two objects of type GradScalerKwargs"),
+    ({"kwargs_handlers": [{"init_scale": 1}]}, "object of type dict. Allowed types: DistributedDataParallelKwargs"),
     (
         {"strategy": "single", "kwargs_handlers": [DistributedDataParallelKwargs()]},
         "options of strategy='ddp', but strategy='single'",
     ),
     ({"strategy": DDP(), "kwargs_handlers": [DistributedDataParallelKwargs()]}, "options of strategy='ddp'"),
-    ({"mixed_precision": Float16Mixed(), "kwargs_handlers": [GradScalerKwargs()]}, "GradScalerKwargs are options"),
-    ({"mixed_precision": BFloat16Mixed(), "kwargs_handlers": [AutocastKwargs()]}, "AutocastKwargs are options"),
+    (
+        {"mixed_precision": Float16Mixed(), "kwargs_handlers": [GradScalerKwargs()]},
+        "GradScalerKwargs cannot be combined",
+    ),
+    ({"mixed_precision": BFloat16Mixed(), "kwargs_handlers": [AutocastKwargs()]}, "AutocastKwargs cannot be combined"),
     ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "split_batches=True contradicts"),
     ({"project_dir": "a", "project_config": ProjectConfiguration(project_dir="b")}, "project_dir='a' contradicts"),
 ]

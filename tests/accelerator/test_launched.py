@@ -155,7 +155,7 @@ def test_prepared_models_are_compiled_in_place(launched: Any) -> None:
 
 
 def test_a_backend_that_torch_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"dynamo_backend is 'ofi'.*It has: .*inductor"):
+    with pytest.raises(ConfigurationError, match=r"dynamo_backend is 'ofi'.*Available backends: .*inductor"):
         Compilation("ofi")
 
 

@@ -103,8 +103,8 @@ def test_a_plugin_trains_as_its_strategy_does():
     ("arguments", "message"),
     [
         ({"strategy": "ddp", "fsdp_plugin": {}}, "contradicts a plugin"),
-        ({"fsdp_plugin": {}, "deepspeed_plugin": {}}, "give one"),
-        ({"deepspeed_plugin": {}, "parallelism_config": ParallelismConfig(tp_size=2)}, "give one"),
+        ({"fsdp_plugin": {}, "deepspeed_plugin": {}}, "only one of them"),
+        ({"deepspeed_plugin": {}, "parallelism_config": ParallelismConfig(tp_size=2)}, "only one of them"),
         ({"fsdp_plugin": {"fsdp_sharding": "FULL_SHARD"}}, "fsdp_sharding_strategy"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_tracker_is_found_by_its_name_with_the_raw_object_behind_it(tmp_path: 
     [
         ("tensorbord", "no tracker 'tensorbord'"),
         ([3], "3 is not a tracker"),
-        (Noted, r"holds the class Noted. Give an instance: Noted\(\)"),
+        (Noted, r"contains the class Noted. Pass an instance instead: Noted\(\)"),
     ],
 )
 def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(asked: Any, message: str) -> None:

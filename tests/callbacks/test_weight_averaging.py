@@ -221,7 +221,7 @@ def test_shards_are_averaged_where_they_are(strategy: str, tmp_path: Path) -> No
 def refused() -> str:
     from drivetrain import DeepSpeed
 
-    with pytest.raises(ConfigurationError, match="keeps the weights that it trains in its engine") as caught:
+    with pytest.raises(ConfigurationError, match="keeps the trained weights in its engine") as caught:
         train(Regression({}), ".", [EMAWeightAveraging()], strategy=DeepSpeed(stage=1), enable_checkpointing=False)
     return str(caught.value)
 

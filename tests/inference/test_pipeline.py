@@ -200,7 +200,7 @@ def test_each_stage_of_a_model_without_memory_loads_its_own_part(tmp_path: Path,
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "split_points names 'blocks.9', which is no module of Net": ({"split_points": ["blocks.9"]}, {}),
+    "split_points names 'blocks.9', which is not a module of Net": ({"split_points": ["blocks.9"]}, {}),
     "makes 3 stages, but there are 2 processes": ({"split_points": ["blocks.1", "blocks.2"]}, {}),
     "must be 'auto' or a list of module names": ({"split_points": "blocks.1"}, {}),
     "has no 'Blok'.*'Block'": ({"no_split_module_classes": ["Blok"]}, {}),

@@ -82,14 +82,14 @@ def test_a_whole_configuration_is_taken_from_a_file_or_as_text(tmp_path, as_text
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"stage": 4}, "stage=4: allowed are 0, 1, 2, 3"),
+        ({"stage": 4}, "stage=4 is not a ZeRO stage. Allowed: 0, 1, 2, 3"),
         ({"stage": 2, "offload_param": "cpu"}, "offload_param needs stage=3"),
         ({"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage 1, 2 or 3"),
         ({"offload_optimizer": "gpu"}, "unknown device 'gpu'. Allowed: none, cpu, nvme"),
-        ({"offload_optimizer": "nvme"}, "needs a folder: nvme_path="),
+        ({"offload_optimizer": "nvme"}, "needs a folder, such as nvme_path="),
         ({"config": "/nowhere.json"}, "No such file"),
-        ({"config": "{"}, "is not JSON"),
-        ({"config": "[1]"}, "No such file|holds a list"),
+        ({"config": "{"}, "is not valid JSON"),
+        ({"config": "[1]"}, "No such file|contains a list"),
         ({"stage": 2, "config": {"zero_optimization": {"stage": 3}}}, "says zero_optimization.stage=3, but stage=2"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_contradiction_names_both_values(key, here, there):
 def test_batch_sizes_must_agree():
     config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
     assert completed(config, gradient_accumulation_steps=2)["train_batch_size"] == 16
-    with pytest.raises(ConfigurationError, match=r"size=16, but .*=4 x 3 micro-batches x 2 processes are 24"):
+    with pytest.raises(ConfigurationError, match=r"size=16, but .*=4 x 3 micro-batches x 2 processes is 24"):
         completed(config, gradient_accumulation_steps=3)
 
 
@@ -198,13 +198,13 @@ def test_a_scheduler_of_the_configuration_is_filled_from_its_stand_in():
 
 
 def test_a_stand_in_without_what_it_stands_for_is_refused_and_so_is_the_reverse():
-    with pytest.raises(ConfigurationError, match=r"DummyOptim stands for .* has none"):
+    with pytest.raises(ConfigurationError, match=r"DummyOptim is a placeholder for .* has none"):
         completed({}, optimizer=DummyOptim(parameters()))
-    with pytest.raises(ConfigurationError, match=r"defines the optimizer 'AdamW', but a SGD was built too"):
+    with pytest.raises(ConfigurationError, match=r"defines the optimizer 'AdamW', but a SGD was created too"):
         completed({"optimizer": {"type": "AdamW"}}, optimizer=torch.optim.SGD(parameters(), lr=0.1))
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     DummyScheduler(optimizer)
-    with pytest.raises(ConfigurationError, match=r"DummyScheduler stands for .* has none"):
+    with pytest.raises(ConfigurationError, match=r"DummyScheduler is a placeholder for .* has none"):
         completed({}, optimizer=optimizer)
 
 
@@ -267,7 +267,7 @@ def build_root(tmp_path, monkeypatch):
 def test_a_lock_that_a_killed_build_left_is_named(build_root):
     lock = build_root / "lock"
     lock.touch()
-    with pytest.raises(ConfigurationError, match=f"{lock} was left by a build .* Remove it"):
+    with pytest.raises(ConfigurationError, match=f"{lock} was left by an interrupted build .* Delete it"):
         ops.check_locks([ops.SHARED_MEMORY])
 
 

@@ -135,6 +135,6 @@ def test_two_models_are_trained_each_by_its_own_configuration(result_of: Any) ->
     found = result_of(two_trained)
     assert found["stages"] == [3, 1]
     assert f"gradient_clipping={NORM}, but the loop clips to 1.0" in found["norm"]
-    assert "no DeepSpeed plugin 'c'; named are: a, b" in found["name"]
+    assert "no DeepSpeed plugin named 'c'. Existing plugins: a, b" in found["name"]
     for one, other_one in zip(found["losses"], found["expected"], strict=True):
         assert one == pytest.approx(other_one, abs=EXACT)

@@ -62,7 +62,7 @@ def test_neighbours_share_layers_first():
 
 REFUSED = [
     ({"tp": 3}, 4, "tp=3 needs a multiple of 3 processes, but there are 4"),
-    ({"tp": 2, "dp_shard": 1}, 4, "tp=2 multiplies to 2, but there are 4 processes. Start 2, change a size"),
+    ({"tp": 2, "dp_shard": 1}, 4, "tp=2 multiplies to 2, but there are 4 processes. Start 2 processes, change a size"),
     ({"dp_replicate": 2, "dp_shard": 4}, 4, "dp_replicate=2 x dp_shard=4 multiplies to 8, but there are 4 processes"),
 ]
 
@@ -78,11 +78,11 @@ OPTIONS = [
     ({"cp": 1.5}, "cp must be a whole number of processes, at least 1, got 1.5"),
     ({"pp": True}, "pp must be a whole number"),
     ({"dp_shard": -2}, "dp_shard must be a whole number of processes, at least 1, or -1, got -2"),
-    ({"tp": 2}, "tp=2 needs to know which layers to split: give tp_plan="),
+    ({"tp": 2}, "tp=2 needs a plan of the layers to split. Set tp_plan="),
     ({"tp": 2, "tp_plan": "model"}, "tp_plan must be a mapping of patterns to styles, or 'auto', got 'model'"),
     ({"loss_parallel": True}, "loss_parallel=True splits the loss over tp processes, but tp=1"),
-    ({"cp": 2, "pp": 2}, "cp=2 and pp=2 do not go together yet"),
-    ({"pp_schedule": "gpipe"}, "pp_schedule: an option of the pipeline, but pp=1"),
+    ({"cp": 2, "pp": 2}, "cp=2 and pp=2 cannot be combined yet"),
+    ({"pp_schedule": "gpipe"}, "pp=1: pp_schedule"),
     ({"dp_shards": 2}, "Parallel has no option 'dp_shards'.*Did you mean 'dp_shard'"),
     ({"replicate_size": 2}, "Parallel has no option 'replicate_size'"),
 ]

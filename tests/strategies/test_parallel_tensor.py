@@ -64,13 +64,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("tied", {"block.*.norm": SequenceParallel()}, r"match no module .*'block.*.norm'.*Its modules: .*blocks.\*.norm"),
     ("block", {"attention.wq": "colwize"}, r"tp_plan\['attention.wq'\] is 'colwize'. Allowed.*Did you mean 'colwise'"),
     ("block", {"attention.wq": Colwise}, r"tp_plan\['attention.wq'\] is <class .*ColwiseParallel"),
-    ("odd", {"1": Colwise()}, r"'1' has out_features 15, which tp=2 does not divide.*works is 16"),
-    ("odd", {"0": Rowwise()}, r"'0' has in_features 15, which tp=2 does not divide"),
-    ("odd embedding", {"0": Rowwise()}, r"'0' has num_embeddings 11, which tp=2 does not divide"),
-    ("three heads", {"attention.wq": Colwise()}, r"'attention' has num_heads=3, which tp=2 does not divide"),
+    ("odd", {"1": Colwise()}, r"'1' has out_features 15, which is not divisible by tp=2.*for example to 16"),
+    ("odd", {"0": Rowwise()}, r"'0' has in_features 15, which is not divisible by tp=2"),
+    ("odd embedding", {"0": Rowwise()}, r"'0' has num_embeddings 11, which is not divisible by tp=2"),
+    ("three heads", {"attention.wq": Colwise()}, r"'attention' has num_heads=3, which is not divisible by tp=2"),
     ("block", {"attention": Colwise()}, r"ColwiseParallel splits nn.Linear and nn.Embedding, but 'attention' is a Att"),
     ("tied", {"head": Colwise()}, r"'tokens.weight' and 'head.weight' are one tied parameter.*a whole copy.*S\(0\)"),
-    ("block", "auto", r"tp_plan='auto' takes the plan that the model carries, but Block has no tp_plan"),
+    ("block", "auto", r"tp_plan='auto' uses a model's own plan, but neither Block nor its submodules have a tp_plan"),
 ]
 
 

@@ -68,7 +68,7 @@ def test_the_module_to_split_is_the_one_that_holds_most_parameters():
     assert find_pipelined(task, None) == "model"
     assert find_pipelined(GPT(8), None) == ""
     task.teacher = GPT()
-    with pytest.raises(ConfigurationError, match=r"model, other, teacher. Say which one is spread"):
+    with pytest.raises(ConfigurationError, match=r"model, other, teacher. Choose the one to split"):
         find_pipelined(task, None)
     with pytest.raises(ConfigurationError, match="Did you mean 'model'"):
         find_pipelined(task, "modl")
@@ -84,8 +84,8 @@ def test_parameters_go_to_the_stage_that_began_last_before_them():
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        (["layers.9"], "no module of GPT"),
-        (["layers"], "Name the block in it that a stage begins with, such as layers.0"),
+        (["layers.9"], "not a module of GPT"),
+        (["layers"], "Name the block in it with which a stage begins, such as layers.0"),
         (["layers.3", "layers.1"], "in the order in which they are registered"),
     ],
 )
@@ -392,14 +392,14 @@ REFUSED = [
     (AddsNoise, r"uses a value of stage 0 in stage 1 \(by aten.add\.Tensor\) that was drawn at random"),
     (Shares, r"that tokens returned, which other modules call too"),
     (ChangesInPlace, r"uses a value of stage 0 in stage 1 .* that was changed in place after a module had returned it"),
-    (Backwards, r"Backwards uses layers.3.* in stage 0, but it was placed on stage 1"),
+    (Backwards, r"Backwards uses layers.3.* in stage 0, but the order .* places it on stage 1"),
     (
         Repeats,
-        r"first modules of its stages once each and in this order: \['layers.2'\]; layers.2 was called in stage 1",
+        r"first modules of its stages once each and in this order: \['layers.2'\]. But layers.2 was called in stage 1",
     ),
     (Checkpoints, r"layers.2, the first module of a stage, through torch.utils.checkpoint"),
-    (LooksAtValues, r"cannot be run on shapes alone.* must not depend on the values"),
-    (TiedByUse, r"uses tokens.weight in stage 1, but it was placed on stage 0"),
+    (LooksAtValues, r"cannot run on shapes alone.* must not depend on the values"),
+    (TiedByUse, r"uses tokens.weight in stage 1, but the order .* places it on stage 0"),
     (HeadFirst, r"uses head.weight in stage 1, .* pp_place=\{'head.weight': 1\}"),
 ]
 
@@ -437,9 +437,11 @@ def test_schedules_go_by_torchs_names_too(name):
 def test_schedules_that_do_not_exist_or_cannot_run_so_many_stages_are_refused():
     with pytest.raises(ConfigurationError, match=r"Unknown pp_schedule '1f1c'.*Did you mean '1f1b'"):
         schedule_kind("1f1c", None)
-    with pytest.raises(ConfigurationError, match=r"'1f1b' runs 1 stage\(s\) on each process, got pp_stages_per_rank=2"):
+    with pytest.raises(
+        ConfigurationError, match=r"'1f1b' supports 1 stage\(s\) on each process, got pp_stages_per_rank=2"
+    ):
         schedule_kind("1f1b", 2)
-    with pytest.raises(ConfigurationError, match=r"'zbv_zero_bubble' runs 2 stage\(s\)"):
+    with pytest.raises(ConfigurationError, match=r"'zbv_zero_bubble' supports 2 stage\(s\)"):
         schedule_kind("zbv_zero_bubble", 3)
 
 

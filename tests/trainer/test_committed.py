@@ -286,7 +286,7 @@ def test_inside_fit_the_accelerator_saves_all_that_the_engine_has(tmp_path):
 
 def test_another_optimizer_class_is_refused_by_both_names(tmp_path: Path) -> None:
     run(str(tmp_path), moment="batch", step=2)
-    with pytest.raises(CheckpointError, match=r"state of an AdamW, but optimizer 0 here is a SGD"):
+    with pytest.raises(CheckpointError, match=r"state of an AdamW, but optimizer 0 of this run is a SGD"):
         run(str(tmp_path), task=WithSGD, resume="yes")
 
 

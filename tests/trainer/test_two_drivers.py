@@ -176,11 +176,15 @@ def test_other_numbers_of_objects_are_refused_with_what_the_checkpoint_holds(tmp
             return [torch.optim.Adam([p], lr=0.1) for p in self.parameters()]
 
     fit(Net(), steps=1, save=tmp_path / "one")
-    with pytest.raises(CheckpointError, match=r"holds 1 optimizers, but here are 2. It holds: Adam. Let configure"):
+    with pytest.raises(
+        CheckpointError, match=r"contains 1 optimizers, but this run has 2. The checkpoint has: Adam. Let configure"
+    ):
         fit(Two(), resume=tmp_path / "one")
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Net(), Net())
-    with pytest.raises(CheckpointError, match=r"holds 1 models, but here are 2. It holds: Net. Prepare"):
+    with pytest.raises(
+        CheckpointError, match=r"contains 1 models, but this run has 2. The checkpoint has: Net. Prepare"
+    ):
         accelerator.load_state(tmp_path / "one")
 
 
@@ -189,7 +193,7 @@ def test_the_accelerator_refuses_another_optimizer_class_by_both_names(tmp_path:
     accelerator, task = Accelerator(cpu=True), Net()
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
     accelerator.prepare(task, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
-    with pytest.raises(CheckpointError, match="state of an Adam, but optimizer 0 here is a SGD"):
+    with pytest.raises(CheckpointError, match="state of an Adam, but optimizer 0 of this run is a SGD"):
         accelerator.load_state(tmp_path / "raw")
 
 

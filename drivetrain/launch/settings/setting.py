@@ -13,7 +13,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting of a launch, with its flag, file keys, environment variables and allowed values."""
+    """Definition of one launch setting: its flag, configuration keys, variables and allowed values."""
 
     name: str
     help: str
@@ -38,7 +38,12 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Check a value and convert it to the setting's type. Returns None for values that mean "not given"."""
+        """Check a setting's value and convert it to the right type. None means that no value was given.
+
+        Args:
+            value: The value, such as the text after a flag.
+            where: The flag, key or variable to name in an error message.
+        """
         if value is None or (self.auto and str(value).strip().lower() in ("auto", "none", "")):
             return None
         if isinstance(value, str):
@@ -51,7 +56,7 @@ class Setting:
         return parsed
 
     def text(self, value: Any) -> str:
-        """Return a value in the form of an environment variable."""
+        """Return a setting's value as text for an environment variable, such as `"true"` for True."""
         if isinstance(value, bool):
             return "1" if value and self.kind == "switch" else "true" if value else "false"
         if isinstance(value, list | tuple):
@@ -140,7 +145,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that form one mapping of a configuration file."""
+    """Launch settings that form one section of a configuration file, such as `fsdp_config`."""
 
     name: str
     prefix: str

@@ -25,7 +25,10 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the settings in the environment of this process, from drivetrain's and from `ACCELERATE_*` variables."""
+    """Return the launch settings that are set in environment variables, by name.
+
+    Variables of the other launcher (`ACCELERATE_*`) are read as well.
+    """
     everything = os.environ if environ is None else environ
     # Every Accelerator calls this several times, so search the environment once instead of twice per setting.
     variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}
@@ -52,7 +55,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of another launcher, without the defaults that it always sets."""
+    """Return the settings from variables of another launcher, except those that it sets in any case."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -70,7 +73,10 @@ def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
-    """Keep only one of FSDP's two keys for sharding, both of which the other launcher always sets."""
+    """Remove one of two FSDP settings for sharding that belong to different versions of FSDP.
+
+    The other launcher always sets both.
+    """
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":
         found.pop("fsdp_sharding_strategy", None)
@@ -81,7 +87,7 @@ def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
 
 
 def _keep_backend_settings(found: dict[str, Any]) -> None:
-    """Keep the FP8 settings of the selected backend. Those of other backends are only defaults."""
+    """Remove the FP8 settings that belong to another backend than the selected one."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
         if backend is not None and name not in FP8_SETTINGS_OF[backend]:
@@ -118,7 +124,10 @@ KEYS = (*_TOP_KEYS, *GROUPS, *_OLD_GROUPS, _TYPE.name, _PLACE.name, _FP16.name, 
 
 
 def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the path of the user's configuration file: `DRIVETRAIN_CONFIG_FILE`, or a file in `~/.config`."""
+    """Return the path of the user's configuration file, whether or not the file exists.
+
+    The variable `DRIVETRAIN_CONFIG_FILE` names it. The default is in `~/.config`.
+    """
     variables = os.environ if environ is None else environ
     named = variables.get(CONFIG_FILE_VARIABLE)
     if named:
@@ -145,7 +154,7 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Converter from the keys of a configuration file to settings.
+    """Converter of a configuration file's keys to launch settings.
 
     Attributes:
         found: Values by name of the setting.
@@ -177,11 +186,12 @@ class _Reader:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Convert the keys that only files have to settings, after all keys have been read."""
+        """Set the launch settings that follow from several keys, after all keys of the file have been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")
         check_grid(found, f"parallelism_config_sp_size in {self._where}")
+        # Files have no switch for the device mesh. Any of its keys switches it on.
         if any(SETTINGS[name].group == "parallelism_config" for name in found):
             found["use_parallelism_config"] = True
         if kind in _SWITCH_OF:
@@ -197,6 +207,7 @@ class _Reader:
                 f"{self._where} has distributed_type: {kind}, but also use_cpu: true. Leave use_cpu out, or give "
                 "distributed_type: MULTI_CPU.",
             )
+        # The ids have no effect on the CPU, and the check of the options would reject them.
         if found.get("cpu"):
             found.pop("gpu_ids", None)
 
@@ -279,6 +290,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
     text = yaml.safe_dump(config_of(values), sort_keys=False, allow_unicode=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Write a temporary file and rename it, so that an error leaves the old file intact.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
@@ -330,7 +342,19 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """Collect all settings. Flags override the environment, which overrides the SLURM job, which overrides the file."""
+    """Collect launch settings from flags, environment variables, a SLURM job and a configuration file.
+
+    The first of these sources that has a setting wins.
+
+    Args:
+        flags: The values of flags, by name of the setting.
+        environ: The environment.
+        config_file: The path of the configuration file. None uses the user's own, if it exists.
+        job: The settings that follow from the SLURM job.
+
+    Returns:
+        Each given setting with its value and its source.
+    """
     from_flags: dict[str, Given] = {}
     for name, value in flags.items():
         flag = SETTINGS[name].flag
@@ -348,6 +372,7 @@ def collect(
     if (file := find_config_file(config_file, environ)) is not None:
         for name, value in read_config(file).items():
             if name == "deepspeed_config_file" and not Path(value).expanduser().exists():
+                # The path may be relative to the configuration file.
                 beside = file.parent / value
                 value = str(beside) if beside.exists() else value
             from_file[name] = Given(value, f"file {file}")

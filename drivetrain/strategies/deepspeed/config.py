@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: filling of `"auto"` values, and checks for conflicts with the run."""
+"""DeepSpeed's configuration: `"auto"` values are filled in, and conflicts with the settings of the run are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KEYS = (
     "zero3_save_16bit_model",
     "zero_stage",
 )
-# What chooses how DeepSpeed's own launcher finds machines: torch's agent is used here.
+# Keys for DeepSpeed's own launcher, which drivetrain does not use to start processes.
 _LAUNCHER = (
     "deepspeed_exclusion_filter",
     "deepspeed_hostfile",
@@ -54,7 +54,10 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DeepSpeed` for a `deepspeed_config`."""
+    """Convert the `deepspeed_config` section of a launcher's file to keyword arguments of `DeepSpeed`.
+
+    Raises `ConfigurationError` if a key is unknown. Options of DeepSpeed's own launcher are ignored with a warning.
+    """
     for key in given:
         if key not in KEYS:
             raise ConfigurationError(
@@ -63,8 +66,8 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     idle = sorted(key for key in _LAUNCHER if given.get(key) not in (None, "", "standard", "pdsh"))
     if idle:
         _log.warning_once(
-            f"{', '.join(idle)}: these choose machines for DeepSpeed's own launcher and mean nothing here; start the "
-            "processes with `drivetrain launch --num_machines ... --machine_rank ...`, or srun."
+            f"{', '.join(idle)} configure DeepSpeed's own launcher, which is not used, and have no effect. Start the "
+            "processes with `drivetrain launch --num_machines ... --machine_rank ...`, or with srun."
         )
     arguments: dict[str, Any] = {}
     if given.get("deepspeed_config_file"):
@@ -114,13 +117,14 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed(kind: str) -> Any:
-    """Import the deepspeed package for a kind of device, which it selects at its first import."""
+    """Import and return the deepspeed package, set up for the given kind of device, such as `"cuda"`.
+
+    Raises `ConfigurationError` if the package is not installed, or was imported earlier for another kind.
+    """
     require_deepspeed()
     if "deepspeed" not in sys.modules:
         asked = os.environ.get("DS_ACCELERATOR")
-        os.environ["DS_ACCELERATOR"] = (
-            asked or kind
-        )  # else it tries all kinds there are, and takes a GPU if it finds one
+        os.environ["DS_ACCELERATOR"] = asked or kind  # otherwise deepspeed would choose a GPU if it finds one
         try:
             importlib.import_module("deepspeed")
         finally:
@@ -131,8 +135,8 @@ def import_deepspeed(kind: str) -> Any:
     found = get_accelerator()._name
     if found != kind:
         raise ConfigurationError(
-            f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import it only after "
-            f"the Trainer or Accelerator is made, or set DS_ACCELERATOR={kind}.",
+            f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import deepspeed "
+            f"only after creating the Trainer or Accelerator, or set DS_ACCELERATOR={kind}.",
         )
     return importlib.import_module("deepspeed")
 
@@ -157,10 +161,10 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise an error, since DeepSpeed's engine steps the real optimizer."""
+        """Raise `ConfigurationError`, because only the optimizer that `prepare` returns for a placeholder can step."""
         raise ConfigurationError(
-            "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
-            "under strategy='deepspeed', and step what prepare returned.",
+            "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
+            "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
         )
 
 
@@ -191,31 +195,31 @@ class DummyScheduler:
         _STANDING_IN[optimizer] = self
 
     def attach(self, scheduler: Any) -> None:
-        """Connect the placeholder to the engine's scheduler, whose state and learning rates it then returns."""
+        """Connect the placeholder to the engine's scheduler, whose learning rates and state it then reports."""
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, since the engine steps its scheduler with each optimizer step."""
+        """Do nothing, because the DeepSpeed engine steps the real scheduler with each optimizer step."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the last step."""
+        """Return the current learning rate of each parameter group, as a list of floats."""
         if self.scheduler is None:
             return [group["lr"] for group in self.optimizer.param_groups]
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the engine's scheduler."""
+        """Return the state dict of the engine's scheduler, or an empty dict before `prepare`."""
         return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of the engine's scheduler."""
+        """Load the state dict of the engine's scheduler. Does nothing before `prepare` or if the dict is empty."""
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state)
 
 
 def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
-    """Return the `DummyScheduler` that was created for an optimizer, or None."""
+    """Return the `DummyScheduler` that was created for an optimizer, or None if there is none."""
     return _STANDING_IN.get(optimizer)
 
 
@@ -229,11 +233,11 @@ STAGES = (0, 1, 2, 3)
 DEVICES = ("none", "cpu", "nvme")
 
 _BUCKET = 500_000_000  # elements
-# A model of fewer elements is reduced at once. ZeRO-3 has work for each bucket that a small one does not pay for.
+# Smallest buckets: gradients of a smaller model are reduced at once. ZeRO-3 has more overhead for each bucket.
 _SMALL_BUCKET, _SMALL_BUCKET_OF_3 = 2**18, 2**24
 
 _PRECISIONS = {"bf16": "bf16-true", "fp16": "fp16", "torch_autocast": "bf16"}
-# which precision asks for which part of a configuration
+# section of the configuration that each precision enables
 _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
 
 
@@ -249,20 +253,20 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
         found = json.loads(source)
     except OSError as error:
         raise ConfigurationError(
-            f"config={text!r} is no DeepSpeed configuration that can be read: {error.strerror}. Give the path of a "
-            "JSON file, or a dict.",
+            f"config={text!r} cannot be read as a DeepSpeed configuration: {error.strerror}. Give the path of a JSON "
+            "file, or a dict.",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"config={text!r} is not JSON: {error}.") from error
+        raise ConfigurationError(f"config={text!r} is not valid JSON: {error}.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(
-            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict."
+            f"config={text!r} contains a {type(found).__name__}, but a DeepSpeed configuration is a dict."
         )
     return _normalised(found)
 
 
 def _normalised(config: Config) -> Config:
-    """Convert older spellings of the precision sections to the current ones."""
+    """Convert older spellings in a DeepSpeed configuration: `bfloat16` becomes `bf16`, and text becomes booleans."""
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in _PRECISIONS:
@@ -274,7 +278,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Known settings of the run, which replace `"auto"` values and must not conflict with the configuration.
+    """Settings of the run that fill in `"auto"` values of a DeepSpeed configuration and must not contradict it.
 
     Attributes:
         world_size: Number of processes.
@@ -294,38 +298,43 @@ class Known:
 
 
 def complete(config: Config, known: Known) -> Config:
-    """Fill in missing and `"auto"` values of a configuration, and raise if a value conflicts with the run."""
+    """Return a copy of a DeepSpeed configuration with missing and `"auto"` values filled in from the run.
+
+    Raises `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
+    """
     done = copy.deepcopy(config)
+    # First, because the batch sizes depend on the number of accumulation steps.
     _fill_given(done, known)
     _fill_batch(done, known)
     _fill_precision(done, known)
     _fill_zero(done.setdefault("zero_optimization", {}), known)
     _fill_optimizer(done, known)
     _fill_scheduler(done, known)
+    # Otherwise DeepSpeed refuses optimizers that are not on its own lists.
     done.setdefault("zero_allow_untested_optimizer", True)
     done.setdefault("zero_force_ds_cpu_optimizer", False)
     left = sorted(_autos(done))
     if left:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says 'auto' for {', '.join(left)}, which nothing here decides. Give values.",
+            f"The DeepSpeed configuration has 'auto' for {', '.join(left)}, which cannot be filled in. Set values.",
         )
     return done
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage in a configuration."""
+    """Return the ZeRO stage of a DeepSpeed configuration, or None if the stage is missing or `"auto"`."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else int(found)
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the precision that a configuration enables, or None unless there is exactly one."""
+    """Return the precision that a DeepSpeed configuration enables, or None if it enables none or several."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:
-    """Return the gradient norm to which a configuration clips, or None."""
+    """Return the maximum gradient norm in a DeepSpeed configuration, or None if it does not clip gradients."""
     found = config.get("gradient_clipping")
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
@@ -337,8 +346,8 @@ def _fill_given(config: Config, known: Known) -> None:
             config[key] = value
         elif value is not None and float(here) != float(value):
             raise ConfigurationError(
-                f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Give the "
-                f'same, or "{key}": "auto".',
+                f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Use the "
+                f'same value, or "{key}": "auto" in the configuration.',
             )
     for key, default in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
         if config.get(key) in (None, AUTO):
@@ -346,9 +355,13 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in batch sizes, which the data loaders set and DeepSpeed uses only for counting samples."""
+    """Fill in the batch sizes of a DeepSpeed configuration, which DeepSpeed uses to count samples.
+
+    The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
+    """
     micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
     steps = config["gradient_accumulation_steps"]
+    # train_batch_size = train_micro_batch_size_per_gpu x accumulation steps x processes.
     share = steps * known.world_size
     micro = None if micro == AUTO else micro
     whole = None if whole == AUTO else whole
@@ -362,7 +375,7 @@ def _fill_batch(config: Config, known: Known) -> None:
     if whole is not None and whole != micro * share:
         raise ConfigurationError(
             f"The DeepSpeed configuration says train_batch_size={whole}, but train_micro_batch_size_per_gpu={micro} x "
-            f"{steps} micro-batches x {known.world_size} processes are {micro * share}.",
+            f"{steps} micro-batches x {known.world_size} processes is {micro * share}. Set only one of the two sizes.",
         )
     config["train_micro_batch_size_per_gpu"], config["train_batch_size"] = micro, micro * share
 
@@ -380,12 +393,12 @@ def _fill_precision(config: Config, known: Known) -> None:
         elif bool(enabled) != (wanted == section):
             raise ConfigurationError(
                 f"The DeepSpeed configuration says {section}.enabled={enabled}, but precision={name!r}. DeepSpeed's "
-                f"{section}, which keeps the weights in {section} beside 32-bit master weights, is "
-                f"precision={meaning!r} here, and precision='bf16' is autocast over 32-bit weights. Give the one that "
-                'is meant, or "enabled": "auto".',
+                f"{section} is precision={meaning!r}: weights in {section} with 32-bit master weights. "
+                "precision='bf16' is autocast with 32-bit weights. Change one of the two, or set "
+                '"enabled": "auto".',
             )
     if not config["fp16"]["enabled"]:
-        config["fp16"] = {"enabled": False}  # scale options are "auto" even where nothing is scaled
+        config["fp16"] = {"enabled": False}  # its scaling options may be "auto" although nothing is scaled
     autocast = config.get("torch_autocast")
     if autocast is None:
         return
@@ -393,8 +406,8 @@ def _fill_precision(config: Config, known: Known) -> None:
         autocast["enabled"] = name == "bf16"
     if autocast.get("enabled") and name != "bf16":
         raise ConfigurationError(
-            f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
-            "precision='bf16'.",
+            f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Use "
+            "precision='bf16', or disable torch_autocast.",
         )
     if autocast.get("dtype", AUTO) == AUTO:
         autocast["dtype"] = "bfloat16"
@@ -430,14 +443,14 @@ def _fill_zero(zero: Config, known: Known) -> None:
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
     if known.model is not None:
-        # DeepSpeed allocates it whole on every process, 2 GB by default: as much as it spreads, for a small model.
+        # DeepSpeed allocates a full bucket on every process, 2 GB by default, which can exceed a small model.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in known.model.parameters())
         least = _SMALL_BUCKET_OF_3 if zero.get("stage") == 3 else _SMALL_BUCKET
         zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements, max(least, elements // 32))))
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """Return the hidden size in a Hugging Face model's configuration, or None."""
+    """Return the hidden size in the configuration of a Hugging Face model, or None for other models."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])
@@ -454,15 +467,15 @@ def _fill_optimizer(config: Config, known: Known) -> None:
     if section is None:
         if dummy is not None:
             raise ConfigurationError(
-                "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none. Add an "
-                '"optimizer" section to it, or build an optimizer such as torch.optim.AdamW.',
+                "DummyOptim is a placeholder for the optimizer of the DeepSpeed configuration, which has none. Add "
+                'an "optimizer" section to it, or create an optimizer such as torch.optim.AdamW.',
             )
         return
     if dummy is None:
         raise ConfigurationError(
             f"The DeepSpeed configuration defines the optimizer {section.get('type')!r}, but a "
-            f'{type(known.optimizer).__name__} was built too. Remove the "optimizer" section, or give '
-            "DummyOptim(parameters) in place of the optimizer.",
+            f'{type(known.optimizer).__name__} was created too. Remove the "optimizer" section, or use '
+            "DummyOptim(parameters) instead of the optimizer.",
         )
     options = section.setdefault("params", {})
     given = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
@@ -474,8 +487,8 @@ def _fill_scheduler(config: Config, known: Known) -> None:
     if section is None:
         if dummy is not None and dummy.lr_scheduler_callable is None:
             raise ConfigurationError(
-                "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has none. Add a "
-                '"scheduler" section to it, give lr_scheduler_callable, or build a scheduler.',
+                "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has none. "
+                'Add a "scheduler" section to it, pass lr_scheduler_callable, or create a scheduler.',
             )
         return
     if known.optimizer is None:
@@ -519,7 +532,10 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Merge the arguments of `DeepSpeed` into the user's configuration."""
+    """Merge the arguments of `DeepSpeed` into the user's configuration. Returns the merged dict and the ZeRO stage.
+
+    Raises `ConfigurationError` if an argument and the configuration set different values, or an option is invalid.
+    """
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
     _add(zero, "zero_optimization.stage", "stage", stage)
@@ -527,7 +543,7 @@ def build_config(
     if found is None:
         found = zero["stage"] = 2
     if found not in STAGES:
-        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.")
+        raise ConfigurationError(f"stage={found!r} is not a ZeRO stage. Allowed: {', '.join(map(str, STAGES))}.")
     for key, value in offload.items():
         _add(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
     for key, value in zero_options.items():
@@ -536,10 +552,10 @@ def build_config(
         _add(config, key, key, value)
     if _device(zero.get("offload_param")) not in ("none", AUTO) and found != 3:
         raise ConfigurationError(
-            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}."
+            f"offload_param needs stage=3, because other stages do not shard parameters, but this is stage {found}."
         )
     if _device(zero.get("offload_optimizer")) not in ("none", AUTO) and found == 0:
-        raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.")
+        raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3, because stage 0 shards nothing.")
     return config, found
 
 
@@ -564,14 +580,14 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set a configuration value, or raise if the configuration has another value."""
+    """Set an option in a section of a DeepSpeed configuration, or raise if the section already sets another value."""
     if value is None:
         return
     key = path.rpartition(".")[2]
     here = target.get(key)
     if here not in (None, AUTO) and here != value:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one."
+            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Set only one of the two."
         )
     target[key] = value
 
@@ -592,7 +608,7 @@ def _offload(
         if nvme_path is not None:
             section.setdefault("nvme_path", os.fspath(nvme_path))
         if section.get("nvme_path") is None:
-            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.")
+            raise ConfigurationError(f"{key}='nvme' needs a folder, such as nvme_path='/local_nvme'.")
     return section
 
 
@@ -605,7 +621,15 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """A DeepSpeed configuration with the options that belong to it."""
+    """DeepSpeed configuration, together with the options of the strategy that are not part of it.
+
+    Attributes:
+        config: The configuration, in which `"auto"` values are not yet filled in.
+        stage: The ZeRO stage.
+        zero_init: True to shard parameters while a model is constructed.
+        moe_layers: Module classes, or their names, whose parameters ZeRO-3 gathers together.
+        shards_frozen: True to shard models without an optimizer too.
+    """
 
     config: Config
     stage: int
@@ -615,10 +639,10 @@ class Settings:
 
     @property
     def clipping(self) -> float | None:
-        """Gradient norm to which the configuration clips, or None."""
+        """Maximum gradient norm in the configuration, or None if it does not clip gradients."""
         return clipping_of(self.config)
 
     @property
     def without_training(self) -> Config:
-        """Return the configuration for a model that is only evaluated."""
+        """Copy of the configuration without an optimizer and a scheduler, for models that are only evaluated."""
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

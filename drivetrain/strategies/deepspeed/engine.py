@@ -30,7 +30,9 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of the parameters that received a gradient since the engine's last step.
+    """Record of which parameters received a gradient since the last step of a DeepSpeed engine.
+
+    A step must leave the other parameters unchanged, as in plain PyTorch.
 
     Attributes:
         left_out: Number of steps without a gradient by parameter name.
@@ -50,27 +52,31 @@ class Participation:
         self._watch()
 
     def _watch(self) -> None:
-        """Add a gradient hook to each trainable parameter that has none."""
         for number, parameter in self._unwatched:
             if parameter.requires_grad:
+                # Torch refuses such a hook on a frozen parameter, which is tried again once it is unfrozen.
                 watched: Any = parameter  # the method has no types
                 self._handles.append(watched.register_post_accumulate_grad_hook(_setter(self._seen, number)))
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise if a trainable parameter of the optimizer is not in the engine."""
+        """Raise `ConfigurationError` if a parameter was frozen when its engine was built and is now trainable."""
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
         if found:
             raise ConfigurationError(
-                f"{listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
-                "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, "
-                f"prepare the model with requires_grad=True, or {_ELSEWHERE}.",
+                f"{listed(found)} did not require gradients when the model was prepared, but now requires_grad is "
+                "True. DeepSpeed cannot train additional parameters after prepare. Keep them frozen, set "
+                f"requires_grad=True before prepare, or {_ELSEWHERE}.",
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters without a gradient on any process, at the end of a step. A collective call."""
+        """Return the parameters that had no gradient on any process in this step. A collective call.
+
+        The record is then cleared for the next step.
+        """
+        # A gradient on any process is averaged over all, so that the parameter counts as used everywhere.
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
         used = [name for name, flag in zip(self._trained, seen, strict=True) if flag]
@@ -85,45 +91,47 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Report parameters that were stepped less often than others in their group."""
+        """Warn if any of the named parameters missed earlier steps, since the shared step count is too high for it.
+
+        Raises `ConfigurationError` if it was frozen during those steps.
+        """
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
             del self.left_out[name]
         if not late:
             return
         text = (
-            f"{listed(late)} had no gradient in earlier steps. DeepSpeed keeps one count of steps for all parameters "
-            "of a group, where one process counts each parameter's own, so the optimizer corrects its moments by "
-            "another count."
+            f"{listed(late)} had no gradient in earlier steps. DeepSpeed counts steps for a whole parameter group, and "
+            "plain PyTorch for each parameter, so the optimizer's bias correction differs."
         )
         frozen = [name for name in late if name in self._froze]
         if frozen:
             raise ConfigurationError(
-                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without "
-                f"such a count (SGD), or {_ELSEWHERE}.",
+                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without a "
+                f"step count (SGD), or {_ELSEWHERE}.",
             )
-        _log.warning_once(f"{text} The numbers differ from those of one process; to have the same, {_ELSEWHERE}.")
+        _log.warning_once(f"{text} Results differ from those of a single process. To avoid this, {_ELSEWHERE}.")
 
     @property
     def never_stepped(self) -> set[str]:
-        """Return the names of parameters that no step has changed."""
+        """Names of the parameters that had no gradient in any step so far."""
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Mark parameters without optimizer state in a checkpoint as never stepped."""
+        """Mark the named parameters, which have no optimizer state in a checkpoint, as never stepped."""
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
         self._seen.zero_()
 
     def destroy(self) -> None:
-        """Remove the gradient hooks."""
+        """Remove the gradient hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the names of the parameters that belong to the model."""
+    """Return the model's names of the given parameters. Parameters that the model lacks are left out."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 
@@ -136,13 +144,13 @@ def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Return up to `most` names as text, followed by the number of further names."""
+    """Return up to `most` names as text for an error message, followed by the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 class TrainedModel:
-    """A DeepSpeed engine with its gradient state.
+    """DeepSpeed engine of one prepared model, together with the state of its accumulated gradients.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.
@@ -170,7 +178,7 @@ class TrainedModel:
         self._held: dict[int, list[nn.Parameter]] = {}
         for holder, held in self.layout.holders():
             self._held[id(holder)] = held
-        self._settled = self._count() if groups else 0  # between steps; stage 3 puts what it steps in for a moment
+        self._settled = self._count() if groups else 0  # between steps, since stage 3 changes groups during a step
 
     @property
     def is_low_precision(self) -> bool:
@@ -178,7 +186,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return the model's parameters for a list of parameters or of the flat tensors that contain them."""
+        """Return the model's trained parameters among the given ones. Flat ZeRO tensors count as their parameters."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -189,18 +197,18 @@ class TrainedModel:
         return [parameter for number, parameter in found.items() if number in trained]
 
     def all_trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer steps."""
+        """Return all parameters that the engine's optimizer steps."""
         return [parameter for held in self._held.values() for parameter in held]
 
     def discard_gradients(self) -> None:
-        """Drop the accumulated gradients."""
+        """Drop the engine's accumulated gradients without an optimizer step."""
         if self.holds_gradients:
             self.layout.discard()
             self.participation.discard()
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Record that no gradients are accumulated."""
+        """Reset the flags of accumulated gradients, after the gradients were used in a step or dropped."""
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
@@ -208,7 +216,7 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine without changing parameters that have no gradient. A collective call."""
+        """Step the engine's optimizer, leaving parameters without a gradient unchanged. A collective call."""
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -217,14 +225,14 @@ class TrainedModel:
         self.forget_gradients()
 
     def destroy(self) -> None:
-        """Remove the gradient hooks and destroy the engine."""
+        """Remove the model's gradient hooks and destroy its DeepSpeed engine."""
         self.participation.destroy()
         # After the hooks are removed, a later engine of the model does not report gradients to this one.
         self.engine.destroy()
 
 
 class Engines:
-    """Registry of the engines of all prepared models."""
+    """Registry of the DeepSpeed engines of all models that a strategy has prepared."""
 
     def __init__(self) -> None:
         self._trained: list[TrainedModel] = []
@@ -237,7 +245,7 @@ class Engines:
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Destroy a model's earlier engine, whose hooks would otherwise receive the new engine's gradients."""
+        """Destroy a model's engine from an earlier `prepare`, whose hooks would act on the new engine's gradients."""
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
@@ -248,39 +256,42 @@ class Engines:
         self._trained.clear()
 
     def find(self, model: nn.Module) -> TrainedModel | None:
-        """Return the engine of a prepared or original model, or None."""
+        """Return the `TrainedModel` of a prepared or original module, or None if the module has no DeepSpeed engine."""
         for trained in self._trained:
             if model is trained.engine or model is trained.bare or model is trained.engine.module:
                 return trained
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """Return the engine of a model, or raise if there is none."""
+        """Return the `TrainedModel` of a module. Raises `ConfigurationError` if the module has no DeepSpeed engine."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
-                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer.",
+                f"{type(model).__name__} has no DeepSpeed engine, because it was not prepared with an optimizer.",
             )
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the engine that steps an optimizer."""
+        """Return the `TrainedModel` whose engine steps an optimizer. Raises `ConfigurationError` if there is none."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
         raise ConfigurationError(
-            f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
-            "model, optimizer = accelerator.prepare(model, optimizer).",
+            f"{type(optimizer).__name__} was not prepared together with its model, as DeepSpeed requires: model, "
+            "optimizer = accelerator.prepare(model, optimizer).",
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
-        """Record a forward pass that a backward pass may follow."""
+        """Record that a model ran a forward pass, so that the next backward pass knows which engines took part."""
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models with a forward pass since the last backward, in order, or else the most recent model."""
+        """Return the models that ran a forward pass since the last backward pass, in the order of these passes.
+
+        If there are none, return only the model that was prepared last. The record of forward passes is cleared.
+        """
         trainable = [trained for trained in self._trained if trained.groups]
         ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
         for trained in ran:
@@ -289,7 +300,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """Optimizer for training loops that steps a DeepSpeed engine.
+    """Optimizer for training loops that steps a DeepSpeed engine. `prepare` returns it for the user's optimizer.
 
     Parameter groups, options and state are those of the optimizer inside the engine.
     """
@@ -300,13 +311,13 @@ class EngineOptimizer(OptimizerProxy):
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """The innermost optimizer: the user's, or the one that the configuration defines."""
+        """Optimizer inside the engine: the user's, or the one that the DeepSpeed configuration defines."""
         trained: TrainedModel = self.trained
         return trained.layout.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the inner optimizer, with the model's parameters instead of flat tensors."""
+        """Parameter groups of the engine's optimizer, which list the model's parameters instead of flat tensors."""
         names = self.trained.groups
         parameters = self.trained.parameters
         return _Settled(
@@ -319,6 +330,7 @@ class EngineOptimizer(OptimizerProxy):
         self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
+        # Not set yet, for example while unpickling: looking it up would recurse without end.
         if name == "trained":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -327,46 +339,46 @@ class EngineOptimizer(OptimizerProxy):
         if name in type(self).__dict__ or name in OptimizerProxy.__dict__:
             object.__setattr__(self, name, value)
         else:
-            setattr(self.optimizer, name, value)  # such as what schedulers note about steps
+            setattr(self.optimizer, name, value)  # such as the step counter that schedulers attach
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop accumulated gradients. After a step, the engine has already done so."""
+        """Drop the engine's accumulated gradients. `set_to_none` has no effect."""
         self.trained.discard_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         self.trained.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error, since an engine's parameters are fixed at construction."""
+        """Raise `ConfigurationError`, because DeepSpeed cannot train parameters that are added after `prepare`."""
         given = param_group["params"]
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
-            f"A parameter group is added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
-            "DeepSpeed settles which parameters it trains when the model is placed. Give the optimizer all groups "
-            'before prepare, or use strategy="ddp" or "fsdp".',
+            f"A parameter group was added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
+            "DeepSpeed cannot train additional parameters after prepare. Give all groups to the optimizer before "
+            'prepare, or use strategy="ddp" or "fsdp".',
         )
 
 
 def _refuse_changed_groups(*_: Any) -> NoReturn:
     raise ConfigurationError(
-        "Parameters were put into the optimizer's param_groups, or taken out of them, after prepare. DeepSpeed settles "
-        "which parameters it trains when the model is placed, and would not see that. Give the optimizer all groups "
-        'before prepare, or use strategy="ddp" or "fsdp".',
+        "Parameters were added to or removed from the optimizer's param_groups after prepare, which DeepSpeed would "
+        'ignore. Give all groups to the optimizer before prepare, or use strategy="ddp" or "fsdp".',
     )
 
 
 class _Settled(list[Any]):
-    """Read-only list of parameter groups or parameters, because changing it would not change the engine."""
+    """List of parameter groups or parameters that refuses changes, because a DeepSpeed engine would ignore them."""
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
 
+    # Copies and pickles are ordinary lists, which may be changed.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, ([*self],)
 
 
 class _Group(dict[str, Any]):
-    """Parameter group whose options are read from and written to the inner optimizer's group."""
+    """Parameter group that passes changed options, such as `lr`, on to the optimizer inside a DeepSpeed engine."""
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__(inner, params=parameters)
@@ -392,10 +404,11 @@ class _Group(dict[str, Any]):
 
 
 def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """Return the gradient norm of some parameters over all processes, as a scalar tensor. A collective call."""
+    """Return the norm of the parameters' gradients over all processes, as a scalar tensor. A collective call."""
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
+    # A process without gradients must take part in the reduction, too.
     local = torch.zeros((), device=trained.engine.device)
     if gradients:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, norm_type)])
@@ -403,17 +416,18 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
     if not layout.replicated:
         local = reduce(local, "max" if infinite else "sum")
     total = local if infinite else local.pow(1.0 / norm_type)
+    # The stored gradients still contain the loss scale.
     return total / layout.loss_scale
 
 
 def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of the given norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scale the parameters' gradients, whose total norm is `norm`, down to a norm of at most `max_norm`."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(trained, parameters, coefficient)
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply an engine's gradients by a factor."""
+    """Multiply the gradients that an engine holds for the given parameters by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 
@@ -439,7 +453,7 @@ def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: C
 
 
 class EngineGradients(Gradients):
-    """Gradients that DeepSpeed engines reduce and store."""
+    """Reduction, scaling and clipping of gradients that DeepSpeed engines store."""
 
     def __init__(self, engines: Engines, topology: Topology) -> None:
         self._engines, self._topology = engines, topology
@@ -468,6 +482,7 @@ class EngineGradients(Gradients):
                 norms.append((trained, own, total_norm(trained, own, norm_type)))
         if not norms:
             return torch.zeros((), device=self._topology.device)
+        # All engines are clipped by one factor, from the norm over all given parameters.
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
         if max_norm != float("inf"):
             for trained, own, _ in norms:
@@ -485,6 +500,7 @@ class EngineGradients(Gradients):
         trained = None if model is None else self._engines.find(model)
         if model is not None and trained is None:
             super().scale(parameters, factor, bound)
+        # Until its window ends, DeepSpeed adds further gradients, so that the factor must wait.
         elif trained is not None and not trained.is_complete:
             trained.pending_scale *= float(factor) if trained.holds_gradients else 1.0
         else:
@@ -498,20 +514,23 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Apply the pending scale to an engine's gradients if their accumulation window is finished."""
+    """Apply a postponed scaling of an engine's gradients if their accumulation window is finished."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which backward adds to finished gradients, which DeepSpeed would overwrite."""
+    """Return a context in which a second backward pass before the step adds to the gradients of the first.
+
+    DeepSpeed's stages 1 and 2 would overwrite them. Raises `ConfigurationError` if they are offloaded.
+    """
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()
     if trained.layout.offloads:
         raise ConfigurationError(
-            f"A second backward through {type(trained.bare).__name__} before its step, which DeepSpeed's stages 1 and "
-            "2 with offload_optimizer cannot add to the first. Add the losses and run one backward, or use stage 3.",
+            f"A second backward through {type(trained.bare).__name__} before its step: DeepSpeed's stages 1 and 2 "
+            "with offload_optimizer cannot add gradients. Add the losses and run one backward, or use stage 3.",
         )
     return _adding(trained)
 
@@ -519,6 +538,7 @@ def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
 @contextmanager
 def _adding(trained: TrainedModel) -> Iterator[None]:
     parameters = trained.all_trained()
+    # DeepSpeed overwrites finished gradients, so that they are saved and added back.
     before = [gradient.clone() for gradient in trained.layout.gradients(parameters)]
     yield
     after = trained.layout.gradients(parameters)
@@ -529,8 +549,8 @@ def _adding(trained: TrainedModel) -> Iterator[None]:
 def _check_norm(configured: float | None, max_norm: float) -> None:
     if configured is not None and max_norm not in (configured, float("inf")):
         raise ConfigurationError(
-            f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Give "
-            "one of the two.",
+            f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Set "
+            "only one of the two.",
         )
 
 

@@ -1,7 +1,7 @@
-"""Access to an engine's gradients, master weights and optimizer state by the model's parameters.
+"""Access to the gradients, master weights and optimizer state that a DeepSpeed engine holds for each parameter.
 
-Each layout is for one way in which DeepSpeed stores them. `key` is the name of an optimizer state such as
-`"exp_avg"`, or None for the master weight.
+Each layout is for one way in which DeepSpeed stores them. `key` is the name of an optimizer state such as `"exp_avg"`,
+or None for the master weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Base class for access to the gradients and optimizer state of one engine.
+    """Base class for reading and changing the gradients and optimizer state in a DeepSpeed engine.
 
     Attributes:
         replicated: True if each process holds full gradients, so that norms are not summed over processes.
@@ -42,63 +42,75 @@ class Layout(ABC):
         self.engine = engine
         self.parameters = parameters
         self.optimizer = engine.optimizer  # DeepSpeed's, or the user's own at stage 0
-        self.inner: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # the one that does the sums
+        # The optimizer that computes the updates. DeepSpeed's only wraps it.
+        self.inner: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the gradients are scaled until the step."""
+        """Loss scale by which the engine's gradients are still multiplied. It is 1.0 without loss scaling."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Return this process's part of the reduced gradients. Changes take effect after `commit`."""
+        """Return the parts of the parameters' reduced gradients that this process holds.
+
+        Parameters without a part on this process are left out. Call `commit` after changing the tensors in place.
+        """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Store changes of the tensors that `gradients` returned in the engine."""
+        """Write gradients that were changed in place back to the engine, in case `gradients` returned copies."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop accumulated gradients without a step."""
+        """Drop the engine's accumulated gradients without an optimizer step."""
 
     @abstractmethod
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
-        """Return a full float32 tensor on every process. A collective call."""
+        """Gather the full master weight of a parameter, or its optimizer state `key`. A collective call."""
 
     @abstractmethod
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Store this process's part of a full tensor."""
+        """Copy this process's part of a full tensor to a parameter's master weight, or to its optimizer state `key`."""
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """Yield each tensor that the inner optimizer steps on this process, with the parameters in it."""
+        """Yield each tensor that the wrapped optimizer steps on this process, and the model parameters in the tensor.
+
+        At ZeRO stages 1 to 3, such a tensor is flat and contains parts of many parameters.
+        """
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """Return views of this process's part of a parameter, keyed by state name.
+        """Return views of this process's part of a parameter, of its master weight and of its optimizer state.
 
-        The key is None for the master weight and `""` for the parameter itself.
+        The keys are `""` for the parameter, None for the master weight, and the names of the state tensors. The dict is
+        empty if no views exist, for example with state on NVMe.
         """
         return {}
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Keep a step within the context from changing the given parameters, their master weights and their state."""
+        """Undo what an optimizer step within the context does to the given parameters and their optimizer state.
+
+        Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
+        weight decay would change them.
+        """
         before = [{key: part.clone() for key, part in self.parts(parameter).items()} for parameter in parameters]
         yield
         for parameter, kept in zip(parameters, before, strict=True):
             for key, part in self.parts(parameter).items():
                 if key in kept:
                     part.copy_(kept[key])
-                elif not isinstance(self.inner, torch.optim.Rprop):  # whose step sizes do not begin at zero
-                    part.zero_()  # made in this step
+                elif not isinstance(self.inner, torch.optim.Rprop):  # whose step sizes do not start at zero
+                    part.zero_()  # created by this step
 
     def finish_window(self) -> None:
-        """Finish the gradients of an accumulation window after its last backward."""
+        """Complete offloaded gradients after the last backward pass of an accumulation window."""
 
     def finish_step(self) -> None:
-        """Drop gradients that DeepSpeed keeps after a step and would add to those of the next step."""
+        """Clear gradients that DeepSpeed keeps after an optimizer step and would add to those of the next step."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
-        """Return True if a parameter's update depends on a step count shared with other parameters."""
+        """Return True if a parameter's update uses a step count that other parameters share, as in Adam."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
         return any(
@@ -106,28 +118,37 @@ class Layout(ABC):
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Return True if the optimizer steps the parameter."""
+        """Return True if the engine's optimizer steps the parameter."""
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Return the names of tensor states and the other state for each parameter's `id`."""
+        """Return, by parameter `id`, the names of its optimizer state tensors and its other optimizer state.
+
+        The tensors must be gathered by name. The other state is a dict of values that each process has, such as a step
+        count.
+        """
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
             state = self.inner.state.get(holder, {})
             tensors = [key for key, value in state.items() if _is_like(value, holder)]
             for parameter in held:
-                # A count of steps of its own for each: optimizers elsewhere count it up in place.
+                # Each gets its own copy of the step count, because torch's optimizers increment the tensor in place.
                 rest = {key: _copied(value) for key, value in state.items() if key not in tensors}
                 found[id(parameter)] = (tensors, rest)
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Allocate optimizer state for loading a checkpoint."""
+        """Allocate the optimizer's state tensors, so that the values of a checkpoint can be written to them.
+
+        Args:
+            states: The saved state of each parameter, by the parameter's `id`. Values that are not tensors are copied.
+        """
         for holder, held in self.holders():
             saved = [states[id(parameter)] for parameter in held if id(parameter) in states]
             if not saved:
                 self.inner.state.pop(holder, None)
                 continue
+            # All parameters in `holder` share one state, so that values other than tensors must agree.
             whole = {id(parameter): parameter for parameter in held}
             state: State = {}
             for given in (item for number, item in states.items() if number in whole):
@@ -137,8 +158,8 @@ class Layout(ABC):
                     else:
                         if key in state and state[key] != value:
                             _log.warning_once(
-                                f"The parameters of a group were saved with several values of {key!r}, of which "
-                                "DeepSpeed keeps one. The numbers differ from those of one process; to have the same, "
+                                f"The parameters of a group were saved with different values of {key!r}, of which "
+                                "DeepSpeed keeps one. Results differ from those of a single process. To avoid this, "
                                 'use strategy="ddp" or "fsdp".'
                             )
                         state[key] = _copied(value)
@@ -146,7 +167,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Layout of stage 0 in full precision: unchanged model and optimizer, all-reduced gradients."""
+    """Layout of ZeRO stage 0 in full precision, where model, optimizer and gradients are ordinary PyTorch objects."""
 
     replicated = True
 
@@ -174,7 +195,7 @@ class PlainLayout(Layout):
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
         for parameter in parameters:
-            parameter.grad = None  # DeepSpeed has made it zero
+            parameter.grad = None  # DeepSpeed has set it to zeros, by which the optimizer would step
         yield
 
     def counts_steps(self, parameter: Parameter) -> bool:
@@ -185,7 +206,7 @@ class PlainLayout(Layout):
 
 
 class MasterLayout(PlainLayout):
-    """Layout of stage 0 in low precision: a full float32 copy of each parameter on every process."""
+    """Layout of ZeRO stage 0 in low precision, where each process holds a full float32 copy of every parameter."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -211,11 +232,11 @@ class MasterLayout(PlainLayout):
 
 
 class FlatLayout(Layout):
-    """Layout of stages 1 and 2: each group is one flat tensor, of which each process holds a slice."""
+    """Layout of ZeRO stages 1 and 2, where each parameter group is one flat tensor, sliced over the processes."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
-        # Stage 1 in bfloat16 with 32-bit accumulation is a class of its own.
+        # Stage 1 in bfloat16 with float32 accumulation has a separate class in DeepSpeed, which keeps full gradients.
         self._keeps_whole = hasattr(self.optimizer, "fp32_groups_flat_partition")
         self.replicated = self.adds_backwards = self._keeps_whole
         self.offloads = bool(getattr(self.optimizer, "cpu_offload", False))
@@ -244,6 +265,7 @@ class FlatLayout(Layout):
         self.optimizer.zero_grad()
         if self._keeps_whole:
             return
+        # The next backward pass must count as the first of a window again, which overwrites instead of adding.
         self.optimizer.micro_step_id = -1
         for name in ("averaged_gradients", "all_grad_tensors"):
             kept = getattr(self.optimizer, name, {})
@@ -255,7 +277,8 @@ class FlatLayout(Layout):
 
     def finish_window(self) -> None:
         if self.offloads:
-            self.optimizer.finalize_gradient_accumulation_boundary()  # else one without a gradient in the last backward
+            # Copies each parameter's accumulated gradient, also if its last backward pass had none.
+            self.optimizer.finalize_gradient_accumulation_boundary()
 
     def finish_step(self) -> None:
         if self.offloads:
@@ -274,6 +297,7 @@ class FlatLayout(Layout):
         return found
 
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
+        # Each process fills in its slice, and the sum over processes joins the slices.
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.engine.device)
         mine = self._slice(parameter, key)
         if mine is not None:
@@ -289,7 +313,7 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """Return this process's part of a parameter or of its optimizer state, or None if it has no part."""
+        """Return this process's slice of a parameter's master weight or optimizer state, or None if it has no slice."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -303,10 +327,11 @@ class FlatLayout(Layout):
 
 
 class PartitionedLayout(Layout):
-    """Layout of stage 3: each process holds a part of every parameter, gradient and optimizer state."""
+    """Layout of ZeRO stage 3, where each process holds a part of every parameter and of its state."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
+        # An engine that only evaluates has no such attribute, and no optimizer state.
         self._zero_three = hasattr(self.optimizer, "fp32_partitioned_groups_flat")
         self.offloads = bool(getattr(self.optimizer, "offload_optimizer", False))
 
@@ -335,7 +360,7 @@ class PartitionedLayout(Layout):
 
     def finish_step(self) -> None:
         if self._zero_three:
-            # A parameter's first gradient of a window is added to what is here, unless it comes in the first backward.
+            # Unless it comes in the first backward, a parameter's first gradient of a window is added to this buffer.
             self.optimizer.grad_partitions_flat_buffer.zero_()
             for flat in self.optimizer.fp32_partitioned_groups_flat:
                 if flat.grad is not None:
@@ -344,7 +369,7 @@ class PartitionedLayout(Layout):
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
         part, group = self._part(parameter, None)
         if self.optimizer._swappable_optimizer_subgroup(group):
-            return {}  # on NVMe
+            return {}  # the state is on NVMe
         flat = self.optimizer.fp32_partitioned_groups_flat[group]
         state = self.inner.state.get(flat, {})
         found = {key: self._part(parameter, key)[0] for key, value in state.items() if _is_like(value, flat)}
@@ -355,12 +380,14 @@ class PartitionedLayout(Layout):
         with super().untouched(parameters):
             yield
         for parameter in parameters:
-            if parameter.numel():  # a small one, put together again by the step from what it has changed
+            # The step has rebuilt small parameters, which stay gathered, from the parts that were restored after it.
+            if parameter.numel():
                 parameter.partition()  # type: ignore[attr-defined]
-            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]  # of zero_hpz_partition_size
+            # The secondary copy for zero_hpz_partition_size is stale, too.
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
     def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
-        """Return this process's part of a parameter's master weight or state, and its group's index."""
+        # The second value is the index of the parameter's sub-group, in which ZeRO-3 swaps state to NVMe.
         found: tuple[Tensor, int] = self.optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=key
         )
@@ -378,8 +405,9 @@ class PartitionedLayout(Layout):
         optimizer = self.optimizer
         part, group = self._part(parameter, key)
         rank = getattr(parameter, "ds_zero_partition_rank", self.engine.global_rank)
+        # Parts have equal sizes, so that a part's offset follows from the rank.
         mine = value.reshape(-1)[part.numel() * rank : part.numel() * (rank + 1)]
-        part.data.zero_()  # the last part ends with padding, which a whole tensor has not
+        part.data.zero_()  # the last part ends with padding, which a full tensor does not have
         part.data[: mine.numel()].copy_(mine)
         if optimizer._swappable_optimizer_subgroup(group):
             optimizer._optimizer_states_and_gradient_swap_out(group)
@@ -390,7 +418,7 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """Return the layout for an engine."""
+    """Return the layout that fits how a DeepSpeed engine stores gradients and optimizer state."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

@@ -37,16 +37,17 @@ BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
     "async_io": "AsyncIOBuilder",
 }
-# Where it cannot be seen whether a process still holds a lock, one older than any build is taken to be left over.
+# Age in seconds from which a lock counts as stale if it cannot be determined whether a process holds it.
 _LONGEST_BUILD = 3600.0
 
 
 def build_root() -> Path:
-    """Return the folder in which torch builds extensions, with one subfolder for each operator."""
+    """Return the folder in which torch compiles C++ extensions, with one subfolder for each DeepSpeed operator."""
     extension = importlib.import_module("torch.utils.cpp_extension")
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
         return Path(given)
+    # The same name as in `torch.utils.cpp_extension`, which has no public function for it.
     torch = importlib.import_module("torch")
     found = torch.version.cuda or torch.version.hip
     kind = "cpu" if found is None else ("cu" if torch.version.cuda else "rocm") + found.replace(".", "")
@@ -56,7 +57,7 @@ def build_root() -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return True if an operator is compiled and can be loaded at once."""
+    """Return True if a DeepSpeed operator is compiled and can be loaded at once."""
     folder = build_root() / name
     return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
 
@@ -67,9 +68,9 @@ def check_locks(names: Sequence[str]) -> None:
         lock = build_root() / name / "lock"
         if is_stale(lock):
             raise ConfigurationError(
-                f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
-                f"for ever. Remove it (rm {lock}) and build it again: "
-                f"python -m drivetrain.strategies.deepspeed.build_ops {name}",
+                f"{lock} was left by an interrupted build of DeepSpeed's {name}, and DeepSpeed would wait for it "
+                f"forever. Delete it (rm {lock}) and build the operator again: python -m "
+                f"drivetrain.strategies.deepspeed.build_ops {name}",
             )
 
 
@@ -99,21 +100,24 @@ def _is_open(path: Path) -> bool | None:
             if any(os.path.realpath(handle) == wanted for handle in (process / "fd").iterdir()):
                 return True
         except PermissionError:
-            unseen = unseen or process.name != "1"  # which builds nothing, where its files cannot be listed
+            unseen = unseen or process.name != "1"  # process 1 builds nothing
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return None if unseen else False
 
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Enable or disable DeepSpeed's shared-memory communication in a context. DeepSpeed would compile it if enabled."""
+    """Set, within the context, whether DeepSpeed loads its shared-memory operator for communication on the CPU.
+
+    DeepSpeed compiles the operator if necessary. With `wanted=None`, it is used only if it is already compiled.
+    """
     use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
     if use:
         check_locks([SHARED_MEMORY])
     package = importlib.import_module("deepspeed.ops")
     before = package.__dict__.get("__compatible_ops__")
-    # Reading it would try all compilers first.
+    # Set directly, because reading the attribute would probe the compilers for all operators.
     package.__dict__["__compatible_ops__"] = {SHARED_MEMORY: use}
     try:
         yield
@@ -125,15 +129,15 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Select torch's Adam on the CPU in a configuration if DeepSpeed's Adam would have to be compiled."""
+    """Set `torch_adam` in the optimizer section of a CPU run if DeepSpeed's own Adam is not compiled yet."""
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
     if kind == "cpu" and not is_built(name):
         section["params"]["torch_adam"] = True
         _log.warning_once(
-            f"DeepSpeed's {name} is not built, so torch's {section['type']} takes its place: the same sums. To have "
-            f"it, run `python -m drivetrain.strategies.deepspeed.build_ops {name}` once, which takes minutes."
+            f"DeepSpeed's {name} is not compiled, so torch's {section['type']} is used, with the same results. To use "
+            f"DeepSpeed's, run `python -m drivetrain.strategies.deepspeed.build_ops {name}` once, which takes minutes."
         )
     else:
         check_locks([name])
@@ -147,25 +151,25 @@ def require_async_io() -> None:
     cause: Exception | None = None
     try:
         possible = builder is not None and builder.is_compatible(verbose=False)
-    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is the cause
+    except Exception as error:  # the search for compilers and libraries may raise anything
         possible, cause = False, error
     if not possible:
         raise ConfigurationError(
-            "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be built here: it needs libaio "
-            "(apt install libaio-dev) and a compiler. Offload to the CPU: offload_optimizer='cpu', "
+            "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be compiled on this machine. "
+            "Install libaio (apt install libaio-dev) and a compiler, or offload to the CPU: offload_optimizer='cpu', "
             "offload_param='cpu'.",
         ) from cause
     check_locks(["async_io"])
 
 
 def build(name: str, kind: str) -> None:
-    """Compile one operator."""
+    """Compile a DeepSpeed operator. Raises `ConfigurationError` if DeepSpeed has none of this name for the device."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
-        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.")
+        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for devices of the kind {kind!r}.")
     builder.load(verbose=False)
 
 
@@ -173,7 +177,7 @@ def build(name: str, kind: str) -> None:
 
 
 class _Adagrad(Optimizer):
-    """Placeholder for the class of an Adagrad optimizer while an engine is built."""
+    """Temporary class of an Adagrad optimizer, which keeps DeepSpeed from recognizing and replacing the optimizer."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise NotImplementedError
@@ -181,7 +185,7 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Make an engine that is built in the context keep the user's Adagrad optimizer.
+    """Keep DeepSpeed from replacing the user's Adagrad optimizer when it builds an engine within the context.
 
     DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
     schedules would then have no effect, and a second group would break the engine.
@@ -190,6 +194,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
     if not issubclass(own, torch.optim.Adagrad):
         yield
         return
+    # DeepSpeed recognizes Adagrad by its class.
     optimizer.__class__ = _Adagrad
     try:
         yield
@@ -198,7 +203,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create the Adagrad state for the tensors that the optimizer steps in an engine."""
+    """Create Adagrad's running sums for the tensors that an engine steps, as Adagrad does only at construction."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -206,6 +211,7 @@ def make_state(layout: Layout) -> None:
     missing = [holder for holder in holders if "sum" not in optimizer.state.get(holder, {})]
     if missing:
         made = torch.optim.Adagrad(missing, **optimizer.defaults).state
+        # The old state belongs to the parameters, which the engine has replaced by its own tensors.
         optimizer.state.clear()
         optimizer.state.update(made)
 
@@ -214,15 +220,21 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """DeepSpeed's process group object, created on top of the existing process group."""
+    """Connection of DeepSpeed's communication to the `torch.distributed` process group of the run.
 
-    # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
+    Without a process group, a group of this one process is created.
+
+    Attributes:
+        package: The deepspeed package.
+    """
+
+    # Counted per process, not per run, because DeepSpeed keeps its group in module variables.
     _joined: ClassVar[int] = 0
     _made_group: ClassVar[bool] = False
 
     def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:
         self.package = import_deepspeed(kind)
-        # It asks for this even where it is given everything else, and would search for MPI.
+        # DeepSpeed demands this variable even if the process group exists, and would search for MPI without it.
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -235,11 +247,11 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Delete the group for `zero_hpz_partition_size`, since DeepSpeed asserts that none exists for a new model."""
+        """Drop DeepSpeed's group for `zero_hpz_partition_size`, because a new model asserts that none exists yet."""
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Release the process group before it is destroyed, unless engines of another run still use it."""
+        """Release DeepSpeed's references to the process group, unless another strategy still needs them."""
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return
@@ -251,7 +263,7 @@ class DeepSpeedGroup:
             groups._WORLD_GROUP = None
         comm: Any = importlib.import_module("deepspeed.comm.comm")
         comm.cdb = None
-        # Else every later engine in this process would reduce as the last one with torch_autocast did.
+        # Otherwise all later engines of this process would reduce gradients as with torch_autocast.
         autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         autocast.TORCH_AUTOCAST_INITIALIZED = False
         if DeepSpeedGroup._made_group and dist.is_initialized():
@@ -260,10 +272,10 @@ class DeepSpeedGroup:
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
-    """Raise if the device's index is not the local rank, since DeepSpeed always uses the device of the local rank."""
+    """Raise `ConfigurationError` if the device's index is not the local rank, the only index that DeepSpeed uses."""
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
-            f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "
-            f"{str(device)!r}. Choose devices where the script is started: `drivetrain launch --gpu_ids {device.index}`"
-            ", or an environment variable such as CUDA_VISIBLE_DEVICES.",
+            f"DeepSpeed uses the device with the index of the process's local rank ({environment.local_rank}), not "
+            f"{str(device)!r}. Select devices when you start the script: `drivetrain launch --gpu_ids "
+            f"{device.index}`, or an environment variable such as CUDA_VISIBLE_DEVICES.",
         )

@@ -27,12 +27,13 @@ _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class _Inert:
-    """Placeholder for unpickled DeepSpeed objects, whose contents are not needed."""
+    """Replacement for pickled DeepSpeed objects, such as loss scalers, whose contents the reader does not need."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
+# Classes in DeepSpeed's pickles, each with the harmless class that is loaded in its place. Others are refused.
 _ALLOWED: list[Any] = [
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -42,7 +43,11 @@ _ALLOWED: list[Any] = [
 
 
 def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """Return the folder of a DeepSpeed checkpoint, or None if there is none."""
+    """Return the folder with the files of a DeepSpeed checkpoint, or None if `directory` has no such checkpoint.
+
+    Without a tag, the file `latest` in the directory names the folder. If that file is missing, it is the directory
+    itself.
+    """
     root = Path(directory)
     latest = root / LATEST
     if tag is None and latest.is_file():
@@ -52,11 +57,14 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 
 
 class DeepSpeedShards:
-    """A checkpoint of DeepSpeed's engine, of any ZeRO stage and number of processes.
+    """Reader of a DeepSpeed checkpoint, which may have any ZeRO stage and any number of processes.
 
     Attributes:
         folder: The checkpoint's folder.
         stage: The ZeRO stage.
+
+    Raises:
+        CheckpointError: Files of some processes are missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,36 +75,43 @@ class DeepSpeedShards:
         if not self._states:
             return
         count = self._states[0]["partition_count"]
+        # A list has one entry for each parameter group.
         count = max(count) if isinstance(count, list) else count
         if len(self._states) != count or (self.stage == 3 and len(self._models) != count):
             raise CheckpointError(
-                f"{folder} is incomplete: it holds the files of {len(self._states)} of the {count} processes "
-                "that wrote it. Copy the missing files there."
+                f"{folder} is incomplete: it holds the files of {len(self._states)} of the {count} processes that "
+                "wrote it. Copy the missing files into it."
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return full parameters and buffers by the names of the unwrapped model. Master weights are float32."""
+        """Return the full parameters and buffers in the checkpoint by name. Floating-point tensors are float32."""
         first = self._models[0]
         found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
+        # Stage 3 stores an empty tensor in place of each partitioned parameter.
         found = {name: value for name, value in found.items() if value.numel() or name in first["buffer_names"]}
         found |= self._frozen()
         if self._states:
             key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
             found |= dict(self._whole_tensors([[*state[key]] for state in self._states]))
+        # Tied parameters are stored under one of their names only.
         for tied, name in (first.get("shared_params") or {}).items():
             found[tied] = found[name]
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state by parameter name, or by index at stage 0, which stores no names."""
+        """Return the full optimizer state in the checkpoint by parameter name, together with the parameter groups.
+
+        A checkpoint of ZeRO stage 0 has no names, so that its state is by parameter index. Raises `CheckpointError` if
+        DeepSpeed wrote the state in a format that is not supported.
+        """
         if not self._states:
             return self._unspread()
         groups = [list(map(bare_name, shapes)) for shapes in self._shapes]
         inner = [state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"] for state in self._states]
         if not all(isinstance(one, Mapping) for one in inner):
             raise CheckpointError(
-                f"{self.folder} holds an optimizer that DeepSpeed wrote as an elastic checkpoint, which is not read "
-                "here. Take the weights out: drivetrain merge-weights."
+                f"{self.folder} holds an optimizer in DeepSpeed's elastic format, which is not supported. Export the "
+                "weights instead: drivetrain merge-weights."
             )
         flats = [[one["state"][number] for number in sorted(one["state"])] for one in inner]
         first = flats[0][0] if flats[0] else {}
@@ -120,14 +135,14 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each parameter, rebuilt from flat shards."""
+        """Yield each parameter's name and full tensor, joined from the flat tensors of all ranks."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
         return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Return the frozen parameters, which no optimizer holds, by name."""
+        """Return the checkpoint's frozen parameters by name, joined from the fragments of all ranks."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
         return {
@@ -139,28 +154,30 @@ class DeepSpeedShards:
         found = self._models[0].get("optimizer")
         if not isinstance(found, Mapping) or "param_groups" not in found:
             raise CheckpointError(
-                f"{self.folder} holds an optimizer of stage 0 in low precision, which is not read here. Take the "
-                "weights out: drivetrain merge-weights."
+                f"{self.folder} holds an optimizer of stage 0 in low precision, which is not supported. Export the "
+                "weights instead: drivetrain merge-weights."
             )
         return dict(found)
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter in a group's flat tensor."""
+    """Cut the flat tensor of each parameter group into parameters. Yields their names and tensors."""
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
             size = math.prod(shape)
             yield name, flat[start : start + size].view(shape)
+            # Parameters may be padded so that each begins at an aligned offset.
             start += size + (paddings[number][position] if paddings else 0)
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter that is split over all processes with padding."""
+    """Join parameters of ZeRO stage 3 from the flat tensors of all ranks. Yields their names and tensors."""
     start = 0
     for group in shapes:
         for name, shape in group.items():
             size = math.prod(shape)
+            # Rounded up: the part of the last ranks may end with padding, which is cut off.
             part = -(-size // len(flats))
             yield name, torch.cat([flat[start : start + part] for flat in flats])[:size].view(shape)
             start += part
@@ -174,12 +191,13 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> list[Path]:
             continue
         if int(match["model"]):
             raise CheckpointError(
-                f"{folder} was written under DeepSpeed's own tensor parallelism, which is not read here. Convert it "
+                f"{folder} was written under DeepSpeed's own tensor parallelism, which is not supported. Convert it "
                 "with DeepSpeed's ds_to_universal."
             )
+        # Below stage 3, one file without a rank holds the model states of all processes.
         found.append((int(match["rank"] or 0), path))
     if any(folder.glob("*expert_*_states.pt")):
-        raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not read here.")
+        raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not supported.")
     return [path for _, path in sorted(found)]
 
 
@@ -188,8 +206,8 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Read part of a checkpoint, and raise an error that names the checkpoint if its content is invalid."""
+    """Return the result of `read` for a DeepSpeed checkpoint. Raises `CheckpointError` if the content is invalid."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} is not as DeepSpeed writes its checkpoints: {error!r}.") from error
+        raise CheckpointError(f"{folder} is not a valid DeepSpeed checkpoint: {error!r}.") from error

@@ -50,12 +50,14 @@ from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned
 from drivetrain.strategies.precision import Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
-# Of weights in low precision beside 32-bit ones.
+# Precisions as `mixed_precision` spells them: "bf16" means bfloat16 weights with float32 master weights.
 _ACCELERATE_NAMES = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
 
 
 class DeepSpeed(Configured):
-    """ZeRO by the deepspeed package: shards optimizer state (stage 1), gradients (stage 2) and parameters (stage 3).
+    """Strategy that trains with ZeRO from the deepspeed package, which shards a model's state over processes.
+
+    Stage 1 shards the optimizer state, stage 2 also the gradients, and stage 3 also the parameters.
 
     Args:
         stage: ZeRO stage from 0 to 3. None uses the stage in `config`, or else 2.
@@ -116,7 +118,7 @@ class DeepSpeed(Configured):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
-        """Create a DeepSpeed strategy from a `deepspeed_config`.
+        """Create a `DeepSpeed` strategy from the `deepspeed_config` section of a launcher's configuration file.
 
         Args:
             config: The options by key, as in a launcher's YAML file.
@@ -131,22 +133,22 @@ class DeepSpeed(Configured):
 
     @property
     def config(self) -> configuration.Config:
-        """DeepSpeed configuration for the next `prepare`, as a dict."""
+        """DeepSpeed configuration that the next `prepare` uses, before `"auto"` values are filled in."""
         return self.settings.config
 
     @property
     def stage(self) -> int:
-        """ZeRO stage of the selected configuration."""
+        """ZeRO stage, from 0 to 3, that the next `prepare` uses."""
         return self.settings.stage
 
     @property
     def zero_init(self) -> bool:
-        """True if `init_context` shards parameters at construction."""
+        """True if ZeRO-3 shards parameters as soon as a model is constructed within `init_context`."""
         return self.settings.zero_init
 
     @property
     def moe_layers(self) -> Sequence[str | type[nn.Module]]:
-        """Names of module classes that ZeRO-3 gathers as a whole."""
+        """Module classes, or their names, whose parameters ZeRO-3 gathers together, such as mixtures of experts."""
         return self.settings.moe_layers
 
     # processes
@@ -178,26 +180,30 @@ class DeepSpeed(Configured):
             )
         if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
             raise ConfigurationError(
-                f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'.",
+                f"precision={precision.name!r} is not supported by DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'.",
                 see="precision.md",
             )
         if isinstance(precision, Float16Mixed):
-            # The engine scales the loss: only it can see an overflow in gradients that are spread.
+            # The engine scales the loss, because only the engine sees overflows in sharded gradients.
             precision.scaler = torch.amp.GradScaler(kind.autocast_type, enabled=False)
         self._run = options
         for settings in (self.settings, *self._configurations.values()):
             self.check_settings(settings)
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise if the selected configuration conflicts with the environment or the run's precision."""
+        """Raise `ConfigurationError` if a DeepSpeed configuration cannot run on this machine or in the run's precision.
+
+        Args:
+            settings: The configuration, together with the strategy's options for it.
+        """
         check_zero_options(settings.config)
         if uses_nvme(settings.config):
             ops.require_async_io()
         precision = None if self._run is None else self._run.precision
         if precision is not None and precision.name in ("fp16", "fp16-true") and settings.stage == 0:
             raise ConfigurationError(
-                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
-                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3.",
+                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by the "
+                "loss scale without scaling the loss (DeepSpeed 0.19). Use stage 1, 2 or 3.",
                 see="precision.md",
             )
 
@@ -219,7 +225,7 @@ class DeepSpeed(Configured):
     def add_configuration(self, name: str, other: Strategy) -> None:
         settings = getattr(other, "settings", None)
         if not isinstance(settings, Settings):
-            raise ConfigurationError(f"{name!r} is {other!r}; beside {self!r} only a DeepSpeed can be.")
+            raise ConfigurationError(f"{name!r} is {other!r}, but {self!r} accepts only DeepSpeed configurations.")
         self.check_settings(settings)
         self._configurations[name] = replace(settings, shards_frozen=settings.stage == 3)
         if settings.stage == 3:
@@ -247,7 +253,7 @@ class DeepSpeed(Configured):
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Place a model for evaluation. A partitioned model gets an engine that gathers its parameters."""
+        """Prepare a model that is only evaluated. If ZeRO-3 shards the model, an engine gathers its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -267,16 +273,18 @@ class DeepSpeed(Configured):
             return self._place(model, precision, move), []
         if len(optimizers) > 1:
             raise ConfigurationError(
-                f"DeepSpeed's engine drives one optimizer, but {len(optimizers)} hold parameters of this "
-                f"{type(self.unwrap(model)).__name__}. Give one optimizer several parameter groups, or each optimizer "
-                "a model of its own (Accelerator.prepare), or use another strategy.",
+                f"DeepSpeed supports one optimizer per model, but {len(optimizers)} hold parameters of this "
+                f"{type(self.unwrap(model)).__name__}. Use one optimizer with several parameter groups, give each "
+                "optimizer a model of its own (Accelerator.prepare), or use another strategy.",
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
         if needs_closure(optimizer):
             _refuse_closure(optimizer)
         self._engines.forget(bare)
+        # Before the engine is built, which replaces the parameters in the optimizer's groups by flat tensors.
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
         groups = _names_of_groups(optimizer, names)
+        # A model from `init_context` is already partitioned, which leaves nothing to convert.
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
             _make_contiguous(bare)
@@ -292,7 +300,7 @@ class DeepSpeed(Configured):
         trained = TrainedModel(engine, bare, groups, self.settings)
         ops.make_state(trained.layout)
         if isinstance(optimizer, DummyOptim):
-            # A learning-rate schedule over the stand-in changes the real one's groups.
+            # A scheduler over the placeholder must change the learning rates of the real optimizer.
             optimizer.param_groups = trained.layout.inner.param_groups
         dummy = standing_in_for(optimizer)
         if dummy is not None:
@@ -304,8 +312,8 @@ class DeepSpeed(Configured):
     def _initialize(self, model: nn.Module, optimizer: Optimizer, bare: nn.Module) -> tuple[Any, Any]:
         known = self._known(optimizer, bare)
         completed = configuration.complete(self.config, known)
-        # Clipping is done here before the engine's step: only so does a norm exist that can be read before it, and are
-        # gradients clipped that were weighed after their backward.
+        # The strategy clips instead, before the engine's step. The norm can then be logged before the step, and
+        # gradients that are weighted after their backward pass are clipped too.
         completed["gradient_clipping"] = 0.0
         arguments: dict[str, Any] = {"optimizer": optimizer}
         if isinstance(optimizer, DummyOptim):
@@ -321,7 +329,10 @@ class DeepSpeed(Configured):
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
-        """Make ZeRO-3 gather the named modules as a whole, since processes may use different experts of a layer."""
+        """Make ZeRO-3 gather all parameters of each module in `moe_layers` together.
+
+        Processes may use different experts of a layer, but must gather the same parameters.
+        """
         if not self.moe_layers or self.stage != 3:
             return
         classes = {type(module).__name__: type(module) for module in model.modules()}
@@ -341,7 +352,7 @@ class DeepSpeed(Configured):
     def view(self, model: nn.Module, stage: View) -> nn.Module:
         if stage != "evaluate":
             return model
-        # Batch statistics differ by each process's own batches; rank 0's are what a checkpoint takes.
+        # Batch statistics differ between processes. All evaluate with those of rank 0, which checkpoints contain.
         broadcast(list(self.unwrap(model).buffers()))
         trained = self._engines.find(model)
         return model if trained is None else trained.engine.module
@@ -354,25 +365,27 @@ class DeepSpeed(Configured):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None:
-            refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
+            refuse_several_losses("A DeepSpeed engine runs one backward per step, for all of its parameters.")
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
-            raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
+            raise ConfigurationError(f"DeepSpeed's backward accepts only retain_graph, got {', '.join(unknown)}.")
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
+            # Torch reports what is wrong with the loss, or computes gradients that no engine is involved in.
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
+        # Accumulated gradients wait for this factor until the window ends. New gradients get it too, so divide first.
         scale = max((trained.pending_scale for trained in ran if trained.holds_gradients), default=1.0)
         for trained in ran:
             trained.participation.require_known()
             trained.holds_gradients, trained.pending_scale = True, scale
         if scale != 1.0:
             loss = loss / scale
-        engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
+        engine = ran[-1].engine  # hooks on outputs start the other engines that the loss depends on
         unspread = any(trained.settings.stage == 0 for trained in ran)
         if unspread:
-            # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another
-            # tensor.
+            # Stage 0 has a hook on the model's output that would divide by the number of micro-batches once more if the
+            # output itself is the loss. The product is another tensor.
             loss = loss * 1.0
         try:
             with ExitStack() as stack:
@@ -386,8 +399,8 @@ class DeepSpeed(Configured):
         except RuntimeError as error:
             if unspread and len(ran) > 1:
                 raise ConfigurationError(
-                    "A loss went through several models, whose engines DeepSpeed's stage 0 cannot differentiate "
-                    "together. Use stage 1, 2 or 3, or make them one model.",
+                    "A loss depends on several models, which DeepSpeed's stage 0 cannot differentiate together. Use "
+                    "stage 1, 2 or 3, or combine the models in one module.",
                 ) from error
             raise
 
@@ -413,11 +426,18 @@ class DeepSpeed(Configured):
     # what only DeepSpeed has
 
     def engine_of(self, model: nn.Module) -> Any:
-        """Return the DeepSpeed engine of a prepared model."""
+        """Return the `DeepSpeedEngine` of a prepared model, for features that drivetrain does not offer itself.
+
+        Args:
+            model: A prepared model, or the module that was given to `prepare`.
+
+        Raises:
+            ConfigurationError: The model was not prepared together with an optimizer.
+        """
         return self._engines.require(model).engine
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
-        """Save a checkpoint in DeepSpeed's own format, to which each process writes its part. A collective call.
+        """Save a model's checkpoint in DeepSpeed's own format. A collective call: each process writes its part.
 
         Args:
             model: A prepared model.
@@ -427,7 +447,7 @@ class DeepSpeed(Configured):
         zero_state.save(self._engines.require(model), directory, tag)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
-        """Load a checkpoint that `save_native` wrote with the same number of processes. A collective call.
+        """Load a checkpoint that `save_native` wrote on the same number of processes. A collective call.
 
         Args:
             model: A prepared model.
@@ -441,7 +461,7 @@ class DeepSpeed(Configured):
 
     def _package(self) -> Any:
         if self._group is None:
-            raise ConfigurationError("strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.")
+            raise ConfigurationError("strategy='deepspeed' is not set up yet. Pass it to a Trainer or Accelerator.")
         return self._group.package
 
     def __repr__(self) -> str:
@@ -450,32 +470,32 @@ class DeepSpeed(Configured):
 
 def _refuse_closure(optimizer: Optimizer) -> NoReturn:
     raise ConfigurationError(
-        f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
-        "cannot. Use another optimizer, or another strategy.",
+        f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed does not support. "
+        "Use another optimizer or another strategy.",
     )
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Make tensors of other memory formats, such as channels_last, contiguous for ZeRO's flat tensors."""
+    """Make the parameters and buffers of a model contiguous in place, because ZeRO flattens them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Raise if a module was wrapped by `torch.compile`, whose parameters ZeRO-3 cannot partition."""
+    """Raise `ConfigurationError` if `torch.compile` wrapped any submodule, because ZeRO-3 cannot partition it."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             inner = type(module._orig_mod).__name__
             raise ConfigurationError(
-                f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, which DeepSpeed's "
-                "stage 3 cannot take apart. Compile in place (model.compile()), after prepare, or by "
-                "Accelerator(dynamo_backend=...), Trainer(compile=...); or use stage 1 or 2.",
+                f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, so that "
+                "DeepSpeed's stage 3 cannot partition it. Compile it in place with model.compile(), after prepare, "
+                "or with Accelerator(dynamo_backend=...) or Trainer(compile=...). Stages 1 and 2 have no such limit.",
             )
 
 
 def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if trained parameters have several dtypes, since ZeRO concatenates them in flat tensors."""
+    """Raise `ConfigurationError` if an optimizer trains several dtypes, because ZeRO joins its parameters."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -485,32 +505,35 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
         found = "; ".join(f"{dtype}: {listed(own, 4)}" for dtype, own in by_dtype.items())
         raise ConfigurationError(
             f"DeepSpeed trains parameters of one dtype, but the optimizer holds {found}. Convert them to one dtype "
-            "before prepare, such as parameter.data = parameter.data.float(), choose precision='bf16-true', or use "
+            "before prepare (parameter.data = parameter.data.float()), or use precision='bf16-true' or "
             'strategy="ddp".',
             see="precision.md",
         )
 
 
 def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if a parameter group is frozen, since ZeRO makes a flat tensor of each group's trained parameters."""
+    """Raise `ConfigurationError` if a parameter group is completely frozen, because ZeRO cannot flatten it."""
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
             raise ConfigurationError(
-                f"All parameters of the optimizer's group {number} are frozen ({held}), and ZeRO needs a trained one "
-                'in each. Leave the group out, or use strategy="ddp" or "fsdp".',
+                f"All parameters in the optimizer's group {number} are frozen ({held}), but ZeRO needs a trained one "
+                'in each group. Remove the group, or use strategy="ddp" or "fsdp".',
             )
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the parameter names of each non-empty group. DeepSpeed drops empty groups."""
+    """Return the parameter names of each parameter group. Empty groups are left out, as DeepSpeed drops them.
+
+    Raises `ConfigurationError` if a parameter does not belong to the model.
+    """
     groups = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds a parameter that is not the prepared model's; DeepSpeed's "
-                    "engine steps the parameters of one model.",
+                    f"{type(optimizer).__name__} holds a parameter that does not belong to the prepared model. "
+                    "DeepSpeed steps the parameters of one model only.",
                 )
         if group["params"]:
             groups.append([names[id(parameter)] for parameter in group["params"]])

@@ -1,4 +1,4 @@
-"""State dicts of models with a DeepSpeed engine."""
+"""State dicts and checkpoints of models that have a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,24 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Return all parameters and buffers of a model by name. A collective call."""
+    """Gather the full parameters and buffers of a model with a DeepSpeed engine, by name. A collective call.
+
+    Args:
+        trained: The model's engine.
+        masters: True to return float32 master weights in place of low-precision weights.
+        holder: Returns True for the position of a tensor that this process keeps. The others become meta tensors.
+        whole: True to move tensors to the CPU and leave out those that this process does not keep.
+    """
     state: State = {}
     seen: dict[int, Tensor | None] = {}
     for number, (name, value) in enumerate(trained.bare.state_dict(keep_vars=True).items()):
         if not isinstance(value, Tensor):
             found: Any = value
         elif not isinstance(value, nn.Parameter):
+            # Buffers may differ between processes, and the state has those of rank 0.
             found = broadcast(value.detach().clone())
         else:
+            # Tied parameters have several names, but are gathered only once.
             if id(value) not in seen:
                 seen[id(value)] = _read_parameter(trained, value, masters, holder(number))
             found = seen[id(value)]
@@ -57,23 +66,26 @@ def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: boo
 
 
 def _kept(value: Tensor, held: bool) -> Tensor:
-    """Return a tensor on the CPU, or a meta tensor if another process keeps the value."""
     return value.cpu() if held else torch.empty_like(value, device="meta")
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load full tensors into a model by name. A collective call."""
+    """Load full tensors into the parameters, buffers and master weights of a DeepSpeed engine. A collective call.
+
+    Returns the missing and unexpected names. Raises `CheckpointError` if there are any and `strict` is True, or if a
+    shape is wrong.
+    """
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}
     _check_shapes({name: own[name] for name in partitioned}, state)
-    # What is partitioned has no shape to load into, so it is left out there.
+    # A partitioned parameter is an empty tensor, into which `load_state_dict` cannot load.
     missing, unexpected = trained.bare.load_state_dict(
         {name: value for name, value in state.items() if name not in partitioned}, strict=False
     )
     missing = [name for name in missing if name not in state or name not in partitioned]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"The weights are not those of {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, not expected "
+            f"The weights do not fit {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, unexpected "
             f"{sorted(unexpected)[:8]}."
         )
     done: set[int] = set()
@@ -92,19 +104,19 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
     for name, parameter in parameters.items():
         if name in state and tuple(state[name].shape) != tuple(parameter.ds_shape):
             raise CheckpointError(
-                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but "
-                f"{tuple(parameter.ds_shape)} here."
+                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but {tuple(parameter.ds_shape)} "
+                "in the model."
             )
 
 
 def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
-    """Return an optimizer's state by parameter name, with its parameter groups. A collective call."""
+    """Gather an engine's full optimizer state by parameter name, and its parameter groups. A collective call."""
     known = trained.layout.shared_state()
     untouched = trained.participation.never_stepped
     state: State = {}
     for number, (name, parameter) in enumerate(trained.parameters.items()):
         if name in untouched:
-            continue  # it has state only because the flat tensor that it is in has
+            continue  # its part of the flat tensor's state has no meaning yet
         tensors, rest = known.get(id(parameter), ([], {}))
         if tensors or rest:
             whole = {key: _kept(trained.layout.read(parameter, key), holder(number)) for key in tensors}
@@ -115,7 +127,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load an optimizer state by parameter name, as any strategy returns it."""
+    """Load an optimizer state by parameter name into a DeepSpeed engine. It may come from any strategy."""
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -136,7 +148,7 @@ def is_partitioned(value: Any) -> bool:
 
 
 def gathered(parameter: nn.Parameter) -> Tensor:
-    """Return a full copy of a partitioned parameter. A collective call."""
+    """Return a full copy of a parameter that ZeRO-3 has partitioned. A collective call."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
@@ -144,15 +156,16 @@ def gathered(parameter: nn.Parameter) -> Tensor:
 
 
 def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Store each process's part of a full tensor in a partitioned parameter."""
+    """Write a full tensor to a parameter that ZeRO-3 has partitioned, so that each process stores its part."""
     import deepspeed
 
+    # At the end of the context, rank 0's value is sent to all processes, and each stores its part.
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         parameter.copy_(value)
 
 
 class ZeroState(ModelState):
-    """Model and optimizer state that ZeRO shards over processes, by the names of the unwrapped model."""
+    """Saving and loading of model and optimizer state that ZeRO shards over processes."""
 
     held_as = "parts"
 
@@ -165,10 +178,10 @@ class ZeroState(ModelState):
         return getattr(parameter, "ds_numel", elements), trained
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return parameters and buffers by name, with float32 master weights unless `full` is set.
+        """Return a model's full tensors by name, each on one of the processes. With `full`, all of them are on rank 0.
 
-        Each tensor gathered from all processes is kept by one of them and is a meta tensor on the others. No process
-        holds the whole state.
+        Unless `full` is set, float32 master weights replace low-precision weights, and each tensor gathered from all
+        processes is a meta tensor on all processes but one. No process then holds the whole state.
         """
         trained = self._engines.find(model)
         if trained is None:
@@ -182,8 +195,8 @@ class ZeroState(ModelState):
         if self._engines.find(model) is None:
             return super().parameters_in_place(model)
         raise ConfigurationError(
-            "DeepSpeed keeps the weights that it trains in its engine, so they cannot be changed in place during a "
-            'run. Use strategy="fsdp" to shard the model, or "ddp".',
+            "DeepSpeed keeps the trained weights in its engine, so they cannot be changed in place during a run. Use "
+            'strategy="fsdp" to shard the model, or "ddp".',
         )
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
@@ -199,7 +212,7 @@ class ZeroState(ModelState):
         write_optimizer(self._engines.stepped_by(optimizer), state)
 
     def _holds(self, number: int) -> bool:
-        """Return True if this process keeps a gathered tensor for the checkpoint."""
+        # Round robin, so that no process has to store the whole state.
         return number % self.strategy.topology.environment.world_size == self.strategy.topology.rank
 
 
@@ -211,19 +224,22 @@ _OPTIMIZER = "*_optim_states.pt"
 
 
 def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> None:
-    """Save the engine's checkpoint in DeepSpeed's format. A collective call."""
+    """Save the checkpoint of a model's DeepSpeed engine to the folder `tag` in `directory`. A collective call."""
     trained.engine.save_checkpoint(os.fspath(directory), tag=tag)
 
 
 def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
-    """Load the engine's checkpoint in DeepSpeed's format. A collective call."""
+    """Load a checkpoint in DeepSpeed's own format into a model's engine. A collective call.
+
+    Raises `CheckpointError` if there is none, or if another number of processes wrote it.
+    """
     folder = folder_of(directory, tag)
     written = len(list(folder.glob(_OPTIMIZER)))
     if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
         raise CheckpointError(
-            f"{folder} was written by {written} processes, and DeepSpeed reads its own checkpoints on as many only, "
-            f"but here are {world_size}. Save with Accelerator.save_state or a Trainer's checkpoints, which any number "
-            "reads, or take the weights out: drivetrain merge-weights."
+            f"{folder} was written by {written} processes, but this run has {world_size}. DeepSpeed loads its own "
+            "checkpoints only with the same number. Use Accelerator.save_state or a Trainer's checkpoints, which "
+            "load with any number, or export the weights: drivetrain merge-weights."
         )
     path, _ = trained.engine.load_checkpoint(os.fspath(directory), tag=folder.name)
     if path is None:
@@ -231,7 +247,10 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
 
 
 def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return a checkpoint's folder: by tag, by the file that names the latest tag, or the directory itself."""
+    """Return the folder of the DeepSpeed checkpoint in a directory. Raises `CheckpointError` if there is none.
+
+    Without a tag, it is the latest checkpoint in the directory, or the directory itself.
+    """
     found = deepspeed_folder(directory, tag)
     if found is None:
         raise CheckpointError(
@@ -259,7 +278,20 @@ def merge_native(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the weights in a DeepSpeed checkpoint as safetensors files, as `consolidate` does."""
+    """Write the full weights of a DeepSpeed checkpoint to safetensors files. Returns the paths of the files.
+
+    Args:
+        directory: The directory of the checkpoint.
+        output: The directory to write to.
+        max_shard_size: The maximum size of a file, in bytes or as text such as `"5GB"`.
+        dtype: The dtype of floating-point weights. None writes them in float32.
+        module: The submodule whose weights are written. None writes those of the whole model.
+        overwrite: True to write into a directory that is not empty.
+        progress: True to show a progress bar.
+
+    Raises:
+        CheckpointError: There is no valid checkpoint in the directory.
+    """
     target = parse_dtype(dtype)
     weights = weights_below(whole_weights(directory), module, os.fspath(directory))
     if target is not None:
@@ -268,7 +300,7 @@ def merge_native(
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """Checkpoint format of DeepSpeed's engine."""
+    """Checkpoint format of DeepSpeed's engine, from which weights and optimizer state can be read."""
 
     name = "deepspeed"
 
@@ -276,13 +308,13 @@ class DeepSpeedFormat(CheckpointFormat):
         return None if deepspeed_folder(source) is None else merge_native(source, *arguments, **options)
 
     def holds_engine(self, folder: str | os.PathLike[str]) -> bool:
-        """Return True if a local folder contains an engine's checkpoint."""
+        """Return True if a local folder contains a checkpoint that a DeepSpeed engine wrote."""
         return deepspeed_folder(folder) is not None
 
     def weights(self, folder: Path) -> dict[str, Tensor]:
-        """Return the full weights in an engine's checkpoint folder by name."""
+        """Return the full weights in a DeepSpeed checkpoint folder by name. Floating-point tensors are float32."""
         return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
 
     def optimizer(self, folder: Path) -> Any:
-        """Return the optimizer state in an engine's checkpoint folder."""
+        """Return the full optimizer state in a DeepSpeed checkpoint folder, by parameter name if it stores names."""
         return read_deepspeed(folder, DeepSpeedShards.optimizer)

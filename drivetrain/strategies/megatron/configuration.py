@@ -30,7 +30,7 @@ RECOMPUTE = ("selective", "full")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Options of the `Megatron` strategy."""
+    """Validated options of the `Megatron` strategy, with one field for each of its arguments."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -55,32 +55,35 @@ class MegatronOptions:
                 _check_size(name, getattr(self, name))
         if (self.virtual_pipeline or 1) > 1 and self.pipeline_parallel == 1:
             raise ConfigurationError(
-                f"virtual_pipeline={self.virtual_pipeline} interleaves the stages of a pipeline, but "
-                "pipeline_parallel=1. Set pipeline_parallel to 2 or more, or leave virtual_pipeline out.",
+                f"virtual_pipeline={self.virtual_pipeline} interleaves pipeline stages, but pipeline_parallel=1. Set "
+                "pipeline_parallel to 2 or more, or remove virtual_pipeline.",
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigurationError(
                 "sequence_parallel=True shards activations over tensor-parallel processes, but tensor_parallel=1. "
-                "Set tensor_parallel to 2 or more, or leave sequence_parallel out.",
+                "Set tensor_parallel to 2 or more, or remove sequence_parallel.",
             )
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise ConfigurationError(
-                f"recompute={self.recompute!r}: allowed are None, 'selective' (attention only) and 'full' (whole "
-                f"layers).{nearest(str(self.recompute), RECOMPUTE)}",
+                f"recompute={self.recompute!r} is not supported. Allowed: None, 'selective' (attention only) and "
+                f"'full' (whole layers).{nearest(str(self.recompute), RECOMPUTE)}",
             )
 
     @property
     def chunks(self) -> int:
-        """The number of model chunks on each process. More than one with interleaved stages."""
+        """Number of model chunks on each process. It is above 1 if `virtual_pipeline` interleaves the stages."""
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Return a process's coordinates in the grid. As in megatron-core, tensor-parallel ranks are adjacent."""
+        """Return a rank's position in the grid of parallel dimensions, where tensor-parallel ranks are adjacent.
+
+        Raises `ConfigurationError` if the parallel sizes do not fit `world_size`.
+        """
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
                 f"{self.asked} needs a multiple of {needed} processes, but there are {world_size}. Start "
-                f"{_near_multiples(world_size, needed)}, or choose sizes whose product is one of "
+                f"{_near_multiples(world_size, needed)} processes, or choose sizes whose product is "
                 f"{_listed(factors(world_size))}.",
             )
         data = world_size // needed
@@ -89,7 +92,7 @@ class MegatronOptions:
         if per_stage % (self.expert_parallel * expert_tensor):
             raise ConfigurationError(
                 f"expert_parallel={self.expert_parallel} with {expert_tensor} tensor-parallel processes for each "
-                f"expert does not fit the {per_stage} processes of a pipeline stage. expert_parallel can be "
+                f"expert does not fit the {per_stage} processes of a pipeline stage. Set expert_parallel to "
                 f"{_listed(factors(per_stage // expert_tensor))}.",
             )
         sizes = MeshSizes(dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
@@ -97,7 +100,7 @@ class MegatronOptions:
 
     @property
     def asked(self) -> str:
-        """The parallel sizes above 1, as text with their option names."""
+        """Parallel sizes above 1 as text for error messages, such as `"tensor_parallel=2 x pipeline_parallel=4"`."""
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
         return " x ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1) or "Megatron()"
 
@@ -108,12 +111,12 @@ def factors(number: int) -> list[int]:
 
 
 def check_fits(what: str, size: int, argument: str, parts: int) -> None:
-    """Raise an error if a size of the model is not a multiple of the number of processes that share it."""
+    """Raise `ConfigurationError` if a size of the model is not a multiple of the number of processes that share it."""
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
-            f"{what}={size} is no multiple of {argument}, {parts}. {argument} can be {_listed(fits)}; or set {what} to "
-            f"{_near_multiples(size, parts)}.",
+            f"{what}={size} is not a multiple of {argument}, {parts}. {argument} can be {_listed(fits)}, or set "
+            f"{what} to {_near_multiples(size, parts)}.",
         )
 
 
@@ -131,7 +134,7 @@ def _check_size(name: str, size: Any) -> None:
         raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.")
 
 
-# Of TransformerConfig: what lets layers be spread unevenly over stages.
+# Fields of TransformerConfig that allow stages with different numbers of layers.
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -139,22 +142,25 @@ _UNEVEN = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-# What each of torch's optimizers calls its options, and what OptimizerConfig calls them.
+# Options of torch's optimizers, with their names in OptimizerConfig.
 _ADAM = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
 _SGD = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "sgd_momentum"}
-# Options of these that change what a step computes, and that megatron-core's optimizers do not have.
+# Options that change a step's result and that megatron-core's optimizers lack, with their neutral values.
 _REFUSED = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
-# What megatron-core asserts where a size cannot be shared.
+# Text of megatron-core's assertion about a size that cannot be split evenly.
 _DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
 def low_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype of weights that have float32 master weights, or None in full precision."""
+    """Return the low-precision dtype in which the model's weights are stored, or None if they are in float32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name)
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """Return a copy of a `TransformerConfig` with the parallel sizes and dtypes of the run."""
+    """Return a copy of megatron-core's `TransformerConfig` in which the run's parallel sizes and dtypes are set.
+
+    Raises `ConfigurationError` if a size of the model does not fit, or the configuration contradicts the strategy.
+    """
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -177,13 +183,13 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
         "params_dtype": low or torch.float32,
         "pipeline_dtype": low or torch.float32,
     }
-    # What the configuration has derived from the sizes and formats that it had before.
+    # TransformerConfig has derived these from its earlier sizes and dtypes, so they must follow the new ones.
     if had.microbatch_group_size_per_vp_stage == had.pipeline_model_parallel_size:
         settings["microbatch_group_size_per_vp_stage"] = options.pipeline_parallel
     if had.autocast_dtype is had.params_dtype:
         settings["autocast_dtype"] = settings["params_dtype"]
     if interleaved:
-        # Batched sends and receives between the same two ranks arrive in another order than they are waited for.
+        # Batched transfers between the same two ranks arrive in another order than the schedule waits for them.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if options.recompute == "selective":
         settings["recompute_granularity"] = "selective"
@@ -199,7 +205,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
 
 
 def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raise an error if the configuration sets a size differently than the strategy."""
+    """Raise `ConfigurationError` if a `TransformerConfig` sets a parallel size that differs from the strategy's."""
     for name, argument in (
         ("tensor_model_parallel_size", "tensor_parallel"),
         ("pipeline_model_parallel_size", "pipeline_parallel"),
@@ -209,8 +215,8 @@ def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
         given = getattr(config, name)
         if given not in (1, None, settings[name]):
             raise ConfigurationError(
-                f"TransformerConfig({name}={given}) contradicts the strategy's {argument}={settings[name]}. Leave it "
-                "out of the TransformerConfig: the strategy fills it in.",
+                f"TransformerConfig({name}={given}) contradicts the strategy's {argument}={settings[name]}. Remove it "
+                "from the TransformerConfig, because the strategy sets it.",
             )
 
 
@@ -228,19 +234,19 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
         check_fits("num_moe_experts", config.num_moe_experts, "expert_parallel", options.expert_parallel)
     elif options.expert_parallel > 1:
         raise ConfigurationError(
-            f"expert_parallel={options.expert_parallel} spreads experts over processes, but TransformerConfig has no "
-            "num_moe_experts. Set it, or leave expert_parallel out.",
+            f"expert_parallel={options.expert_parallel} distributes experts over processes, but TransformerConfig has "
+            "no num_moe_experts. Set it, or remove expert_parallel.",
         )
 
 
 def _refuse_losses_beside(config: Any) -> None:
-    """Raise an error if layers add auxiliary losses while losses are averaged per token."""
+    """Raise `ConfigurationError` if a model averages losses per token and its layers add auxiliary losses."""
     beside = [name for name in ("num_moe_experts", "mtp_num_layers") if getattr(config, name, None)]
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
-            f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True): the losses that such layers add "
-            "within the model are not weighed per token. Set calculate_per_token_loss=False, which averages each "
-            "micro-batch.",
+            f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True) is not supported, because the "
+            "auxiliary losses of these layers are not weighted per token. Set calculate_per_token_loss=False, which "
+            "averages each micro-batch.",
         )
 
 
@@ -250,13 +256,13 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
         if name not in allowed:
             kind = known.__name__ if isinstance(known, type) else type(known).__name__
             raise ConfigurationError(
-                f"Megatron({argument}=...) names {name!r}, which {kind} of megatron-core does not have."
-                f"{nearest(name, allowed)}",
+                f"Megatron({argument}=...) contains {name!r}, which is not a field of megatron-core's "
+                f"{kind}.{nearest(name, allowed)}",
             )
 
 
 def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Return megatron-core's options for accumulating and reducing gradients."""
+    """Return megatron-core's `DistributedDataParallelConfig`, which controls how gradients are reduced."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     _check_names("ddp", options.ddp, DistributedDataParallelConfig)
@@ -269,7 +275,10 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Convert a torch optimizer's options to an `OptimizerConfig` without clipping."""
+    """Convert a torch Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`, without gradient clipping.
+
+    Raises `ConfigurationError` for other optimizers, and for options that megatron-core does not have.
+    """
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -277,8 +286,8 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
     for name, neutral in _REFUSED.items():
         if defaults.get(name, neutral) != neutral:
             raise ConfigurationError(
-                f"{type(optimizer).__name__}({name}={defaults[name]!r}): megatron-core's optimizers have no {name}. "
-                "Leave it out, or use another strategy.",
+                f"{type(optimizer).__name__}({name}={defaults[name]!r}) is not supported, because megatron-core's "
+                f"optimizers have no {name}. Remove it, or use another strategy.",
             )
     if type(optimizer) in (Adam, AdamW):
         names = _ADAM
@@ -292,9 +301,9 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
         names, chosen = _SGD, {"optimizer": "sgd"}
     else:
         raise ConfigurationError(
-            f"strategy='megatron' steps with megatron-core's own Adam, AdamW and SGD, not with "
-            f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(): its options "
-            "and its learning-rate schedule are taken.",
+            "strategy='megatron' steps with megatron-core's own AdamW, Adam or SGD, not with "
+            f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(). Its options "
+            "and learning-rate schedule are used.",
         )
     if options.distributed_optimizer:
         _check_distributed(optimizer)
@@ -306,6 +315,7 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
             "fp16": low is torch.float16,
             "params_dtype": low or torch.float32,
             "use_distributed_optimizer": options.distributed_optimizer,
+            # The strategy clips before the optimizer step.
             "clip_grad": 0.0,
             **options.optimizer,
         }
@@ -313,38 +323,38 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
 
 
 def _check_distributed(optimizer: Optimizer) -> None:
-    """Raise an error if megatron-core's distributed optimizer does not support this optimizer."""
+    """Raise `ConfigurationError` if megatron-core cannot shard the state of an optimizer of this class."""
     from megatron.core import optimizer as kernels
 
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
     if type(optimizer) not in adam:
         raise ConfigurationError(
-            f"Megatron(distributed_optimizer=True) cannot spread the state of {type(optimizer).__name__}: "
-            "megatron-core does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
+            f"Megatron(distributed_optimizer=True) cannot shard the state of {type(optimizer).__name__}. "
+            "Megatron-core supports AdamW, and with TransformerEngine or Apex also Adam. Use torch.optim.AdamW, or "
             "Megatron(distributed_optimizer=False).",
         )
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Convert megatron-core's assertions about sizes in the body to readable errors."""
+    """Convert megatron-core's assertion errors about layer sizes within the context to `ConfigurationError`."""
     try:
         yield
     except AssertionError as error:
         if "sequence parallel not supported" in str(error):
             raise ConfigurationError(
-                "sequence_parallel=True needs norms that sum their gradients over the parts of a sequence: those of "
-                "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or "
-                "leave sequence_parallel out.",
+                "sequence_parallel=True needs norm layers that sum their gradients over the parts of a sequence. "
+                "Install TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or Apex, which have such "
+                "layers, or remove sequence_parallel.",
             ) from error
         found = _DIVISIBILITY.search(str(error))
         if found is None:
             raise
         size, parts = int(found[1]), int(found[2])
         raise ConfigurationError(
-            f"model_provider built a layer of size {size}, such as vocab_size, which is no multiple of "
+            f"model_provider created a layer of size {size}, such as vocab_size, which is not a multiple of "
             f"tensor_parallel={parts}. Pad it to {-(-size // parts) * parts}, or choose a tensor_parallel that "
-            f"{size} is a multiple of.",
+            f"divides {size}.",
         ) from error
 
 
@@ -354,7 +364,7 @@ def explained() -> Iterator[None]:
 _log = get_logger(__name__)
 
 PREFIX = "megatron_lm_"
-# Its sizes and switches, and what Megatron calls them.
+# Keys for sizes and switches, with the arguments of Megatron that they set.
 _ARGUMENTS = {
     "tp_degree": "tensor_parallel",
     "pp_degree": "pipeline_parallel",
@@ -378,7 +388,7 @@ _TRANSFORMER = {
     "attention_backend": "attention_backend",
 }
 _OPTIMIZER = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
-# What belongs to the task, the data or the loop here, and where.
+# Keys that have no effect, with what decides about them instead.
 _ELSEWHERE = {
     "eod_mask_loss": "the task's loss_func",
     "eval_interval": "Trainer(val_check_interval)",
@@ -392,7 +402,10 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keys of a `megatron_lm_config` to arguments of `Megatron`."""
+    """Convert the `megatron_lm_config` section of a launcher's file to keyword arguments of `Megatron`.
+
+    Raises `ConfigurationError` if a key is unknown. Settings of the task or the data are ignored with a warning.
+    """
     arguments: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {"transformer": {}, "optimizer": {}}
     for spelled, value in given.items():
@@ -413,9 +426,9 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
         elif key == _RECOMPUTE:
             arguments["recompute"] = "selective" if value else None
         else:
-            _log.warning_once(f"{spelled}={value!r} changes nothing here: that is decided by {_ELSEWHERE[key]}.")
+            _log.warning_once(f"{spelled}={value!r} has no effect, because this is decided by {_ELSEWHERE[key]}.")
     if not arguments.get("gradient_clipping"):
-        arguments.pop("gradient_clipping", None)  # 0 is no clipping
+        arguments.pop("gradient_clipping", None)  # 0 means no clipping
     return arguments | {name: options for name, options in nested.items() if options}
 
 
@@ -423,7 +436,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_megatron() -> None:
-    """Raise an error if megatron-core is not installed."""
+    """Raise `ConfigurationError` if megatron-core is not installed."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -436,17 +449,17 @@ def require_megatron() -> None:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise an error if megatron-core would allocate on another device than the run's."""
+    """Raise `ConfigurationError` if the run's device is not of the type on which megatron-core allocates tensors."""
     try:
         made = torch.empty(0, device="cuda").device.type
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
-            f"strategy='megatron' needs CUDA GPUs: megatron-core makes its tensors there, and here is none ({error}). "
-            "Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
+            "strategy='megatron' needs CUDA GPUs, where megatron-core allocates its tensors, but none was found "
+            f"({error}). Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
         ) from None
     if made != device.type:
         raise ConfigurationError(
-            f"strategy='megatron' computes on {made!r}, where megatron-core makes its tensors, but this run is on "
+            f"strategy='megatron' runs on {made!r}, where megatron-core allocates its tensors, but this run is on "
             f"{device.type!r}. Use accelerator='cuda', or strategy=Parallel(tp=..., pp=...).",
         )
 
@@ -459,7 +472,7 @@ _OWNER = "megatron_groups"
 
 
 class MegatronGroups:
-    """Process groups of this process in megatron-core's `parallel_state`."""
+    """Process groups and random state that megatron-core keeps globally in each process, set up for one run."""
 
     def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
         from megatron.core import parallel_state
@@ -470,6 +483,7 @@ class MegatronGroups:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             self._made_group = True
         self._state: Any = parallel_state
+        # An earlier run in this process may have left its groups.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             options.tensor_parallel,
@@ -481,17 +495,17 @@ class MegatronGroups:
         )
         self._place = place
         self._generator: torch.Generator | None = None
-        # Whose the groups are: a later strategy of this process makes them again.
+        # Marks the owner of the global groups, which a later strategy in this process creates anew.
         PartialState.registry()[_OWNER] = self
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """The process group of the stages of this process's pipeline."""
+        """Process group of the stages of the pipeline that this process is part of."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 
     def leave(self) -> None:
-        """Release the process groups before they are destroyed."""
+        """Destroy megatron-core's process groups, unless a later strategy has already replaced them."""
         if PartialState.registry().get(_OWNER) is self:
             del PartialState.registry()[_OWNER]
             self._state.destroy_model_parallel()
@@ -503,29 +517,33 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Seed the body so that replicas get equal values, and shards different ones."""
+        """Seed random numbers within the context so that a model's replicas start equal and its shards different."""
         generator = own_generator("megatron")
-        # In a run without a seed processes differ: all follow rank 0, from here on without talking.
+        # Without a seed, processes draw different numbers, so all take rank 0's. Later draws need no communication.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
         self._generator = generator.manual_seed(int(seed))
         with isolated_random_state(devices=topology.kind.name != "cpu"):
+            # The offset of megatron-core's own training script, by which stages draw different values.
             own = int(seed) + 100 * self._place.coordinates()["pp"]
             seed_all_generators(own)
             self._seed_tracker(own)
             yield
 
     def begin_window(self) -> None:
-        """Seed megatron-core's random trackers for one step, so that a resumed run draws the same dropout."""
+        """Reseed megatron-core's dropout generators for one optimizer step, so that a resumed run repeats the dropout.
+
+        Does nothing before a model was built in `initial_values`.
+        """
         if self._generator is None:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))
         at = self._place.coordinates()
-        # Parts of a layer draw alike or apart as the tracker decides; stages and data shards always apart.
+        # Megatron-core's tracker separates tensor-parallel ranks. Stages and data shards need seeds of their own.
         self._seed_tracker((drawn + 100_003 * at["pp"] + 1_000_003 * at["dp_shard"]) % _LARGEST)
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator from which the seeds of steps are drawn, or None."""
+        """Random generator from which each optimizer step draws a seed, or None before a model was built."""
         return self._generator
 
     @staticmethod

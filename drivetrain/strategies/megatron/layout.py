@@ -21,13 +21,13 @@ Slices = tuple[Any, ...]
 Holder = Callable[[str, list[int]], int]
 
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\Z")
-# Each layer under its own number: the name that it has on one process.
+# Describe each layer under its own number, as a model on one process names it.
 _METADATA = {"non_homogeneous_layers": True}
 
 
 @dataclass
 class Entry:
-    """One tensor of this process and its position in the full model.
+    """Parameter or buffer on this process, with its position in a tensor of the full model.
 
     Attributes:
         name: The name of the full tensor.
@@ -44,14 +44,17 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Return views of a tensor of the local shape, each with its slices in the full tensor."""
+        """Split a tensor of the local shape into views, and pair each view with its slices in the full tensor."""
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of a full tensor into a local tensor."""
+        """Copy this process's part of the full tensor `whole` into `like`, a tensor of the local shape.
+
+        Raises `CheckpointError` if `whole` has a wrong shape.
+        """
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
-                f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
+                f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} in the model."
             )
         with torch.no_grad():
             for place, view in self.pieces(like):
@@ -59,7 +62,7 @@ class Entry:
 
 
 class Layout:
-    """Positions of the tensors of all processes. Create it on all processes together.
+    """Map from the full model's tensors to the parts on all processes. Creating it is a collective call.
 
     Attributes:
         entries: The tensors of this process.
@@ -77,6 +80,7 @@ class Layout:
         ]
         self._parts: dict[str, list[tuple[int, Slices]]] = {}
         self._described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        # Exchanged once, so that each process knows where every part of a tensor is.
         for rank, described in enumerate(gather_object([own])):
             for name, shape, dtype, places in described:
                 self._described.setdefault(name, (shape, dtype))
@@ -85,15 +89,15 @@ class Layout:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
-        """Return the entry of a local parameter, or None."""
+        """Return the `Entry` of a parameter or buffer on this process, or None if the tensor is unknown."""
         return self._by_tensor.get(id(tensor))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor in the model."""
+        """Return the dtype of a parameter or buffer, by its name in the full model."""
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """Return the rank that stores a full tensor. It rotates among the ranks that hold parts of it."""
+        """Return the rank that stores a full tensor. Successive tensors are stored by the given ranks in turn."""
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -102,16 +106,24 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Assemble full tensors on the CPU, each on one process and as a meta tensor on all others. A collective."""
+        """Assemble full tensors by name, each on the CPU of one rank and as a meta tensor elsewhere. A collective call.
+
+        Args:
+            values: Returns the local part of an entry's tensor, for example a master weight.
+            dtype: Returns the dtype of the full tensor of this name.
+            holder: Chooses the rank that stores a tensor, from its name and the ranks that have parts of it. The
+                default is `rotating`.
+        """
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}
         own: dict[str, list[Entry]] = {}
         for entry in self.entries:
             own.setdefault(entry.name, []).append(entry)
+        # All ranks go through names and parts in the same order, so that sends and receives match.
         for name in self.names:
             parts, shape = self._parts[name], self._described[name][0]
             keeper = (holder or self.rotating)(name, sorted({owner for owner, _ in parts}))
-            # Copies are read as well: what is spread over processes is put together by all that share it.
+            # Replicas are read too, because `values` may be a collective call of the processes that share the tensor.
             read = [(entry, values(entry)) for entry in own.get(name, [])]
             views = iter([view for entry, value in read if entry.counts for _, view in entry.pieces(value.detach())])
             whole = torch.empty(shape, dtype=dtype(name), device="cpu" if rank == keeper else "meta")
@@ -134,7 +146,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of a full parameter."""
+        """Return the number of elements of the full parameter to which a local tensor belongs."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 
@@ -146,6 +158,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
         if (match := _LAYER.match(path)) and hasattr(module, "layer_number")
     }
     for local, sharded in chunk.sharded_state_dict(metadata=dict(_METADATA)).items():  # type: ignore[operator]
+        # TransformerEngine's extra state is not part of the weights.
         if not isinstance(getattr(sharded, "data", None), Tensor) or local.endswith("_extra_state"):
             continue
         pieces = _pieces(sharded, sharded.data)
@@ -159,7 +172,10 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
 
 
 def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
-    """Return a tensor's name on one process, with global layer numbers and the embedding's name for a tied weight."""
+    """Return a local tensor's name in the full model, in which layers are numbered over all pipeline stages.
+
+    A weight that is tied to the embedding gets the embedding's name.
+    """
     if key.endswith("embedding.word_embeddings.weight"):
         return key
     for before, after in renumbered.items():
@@ -169,6 +185,7 @@ def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
 
 
 def _pieces(sharded: Any, like: Tensor) -> list[Any]:
+    # A factory describes a tensor that is stored as several pieces, such as the halves of a gated layer.
     build = getattr(sharded, "build_fn", None)
     if build is None:
         return [replace(sharded, data=like, dtype=like.dtype)]
@@ -190,5 +207,5 @@ def _is_main(replica: Any) -> bool:
 
 
 def _natural(name: str) -> list[Any]:
-    """Return a sort key by which layer 10 comes after layer 9."""
+    """Return a sort key that orders layer numbers in a name by value, so that layer 10 follows layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

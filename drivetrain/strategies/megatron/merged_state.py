@@ -1,4 +1,4 @@
-"""State of a Megatron model under the names of the full model, assembled from all processes."""
+"""State of a model prepared for megatron-core under the names of the full model, assembled from all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 
 
 class MergedState(ModelState):
-    """Model and optimizer state that is assembled from the parts of all processes, and split again when loading."""
+    """Saving and loading of model and optimizer state of which each process has a part."""
 
     held_as = "parts"
 
@@ -29,7 +29,6 @@ class MergedState(ModelState):
         self._models = models
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return the number of elements of the full parameter, and True if it is trained."""
         for placed in self._models:
             if placed.layout.find(parameter) is not None:
                 return placed.layout.elements(parameter), parameter.requires_grad
@@ -38,17 +37,17 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Raise an error: megatron-core's optimizer holds its own master weights, so parameters cannot change."""
+        """Raise `ConfigurationError`, because megatron-core's master weights would overwrite changes."""
         raise ConfigurationError(
-            "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
-            'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
+            "Megatron-core keeps the trained weights in its optimizer, so they cannot be changed in place during a "
+            'run. Use strategy="fsdp" or Parallel to shard the model.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return full parameters and buffers. Unless `full`, float32 master weights replace low-precision weights.
+        """Return a model's full tensors by name, each on one of the processes. With `full`, all of them are on rank 0.
 
-        A tensor assembled from several processes is stored on one of them and is a meta tensor on the others, so that
-        no process holds the full model.
+        Unless `full` is set, float32 master weights replace low-precision weights, and tensors that another process
+        stores are on the meta device. No process then holds the full model.
         """
         placed = self._models.require(model)
         if full:
@@ -77,16 +76,15 @@ class MergedState(ModelState):
         return {name: value.detach() for name, value in whole.items()} | around
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load this process's parts of full tensors into parameters and master weights."""
         placed = self._models.require(model)
         around = self._around(placed)
         missing = [name for name in (*placed.layout.names, *around) if name not in state]
-        # What another strategy saved has the layers' extra state, of which they make no use.
+        # Checkpoints of other strategies have extra state of the layers, which is not needed.
         given = [name for name in state if not name.endswith("_extra_state")]
         unexpected = [name for name in given if name not in placed.layout.names and name not in around]
         if strict and (missing or unexpected):
             raise CheckpointError(
-                f"The weights are not those of {type(placed.owner).__name__}: missing {missing[:8]}, not expected "
+                f"The weights do not fit {type(placed.owner).__name__}: missing {missing[:8]}, unexpected "
                 f"{unexpected[:8]}."
             )
         kept = None if placed.optimizer is None else ParameterState(placed.optimizer)
@@ -95,12 +93,13 @@ class MergedState(ModelState):
                 continue
             entry.fill(entry.tensor.detach(), state[entry.name])
             if kept is not None and entry.tensor.dtype is not torch.float32 and kept.is_stepped(entry.tensor):
+                # The float32 master weight is a tensor of its own.
                 kept.write(entry.tensor, None, _local(entry, state[entry.name]))
         placed.owner.load_state_dict({name: state[name] for name in around if name in state}, strict=False)
         return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
 
     def _around(self, placed: PlacedModel) -> StateDict:
-        """Return the state of the user's module outside the model, such as metrics."""
+        """Return the tensors in the task's state that are not part of the Megatron model, such as metrics, by name."""
         own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
         state = placed.owner.state_dict(keep_vars=True)
         return {
@@ -110,12 +109,12 @@ class MergedState(ModelState):
     # optimizers
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state by canonical parameter name, assembled as in `model`."""
         front = self._front(optimizer)
         if front is None:
             return named_optimizer_state(self.strategy.unwrap(model), optimizer)
         placed, kept = front.placed, ParameterState(front)
         known: dict[str, bool] = {}
+        # A process without any state takes part in the collective calls below, and so must know all keys.
         for each in gather_object([kept.keys()]):
             known |= each
         state: StateDict = {}
@@ -137,6 +136,7 @@ class MergedState(ModelState):
     def _read_state(self, placed: PlacedModel, kept: ParameterState, key: str) -> dict[str, Tensor]:
         def value(entry: Entry) -> Tensor:
             if not kept.is_stepped(entry.tensor):
+                # Frozen tensors have no state. Their zeros are left out of the result.
                 return torch.zeros_like(entry.tensor, dtype=torch.float32)
             return kept.read(entry.tensor, key)
 
@@ -149,7 +149,6 @@ class MergedState(ModelState):
         return {name: tensor for name, tensor in found.items() if name in stepped}
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load this process's part of an optimizer state that was saved under any strategy."""
         front = self._front(optimizer)
         if front is None:
             super().load_optimizer(model, optimizer, state)
@@ -177,14 +176,14 @@ class MergedState(ModelState):
 
 
 def _local(entry: Entry, whole: Tensor) -> Tensor:
-    """Return this process's part of a full tensor, in float32."""
+    """Return this process's part of the full tensor `whole`, in float32 on the device of the entry's tensor."""
     part = torch.empty(entry.tensor.shape, dtype=torch.float32, device=entry.tensor.device)
     entry.fill(part, whole)
     return part
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Return the canonical parameter names of each of the user's parameter groups, over all stages. A collective."""
+    """Return the full model's parameter names for each of the user's parameter groups. A collective call."""
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups
@@ -199,23 +198,24 @@ def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
 # Megatron-core's own checkpoints, through its `dist_checkpointing`
 
 
-# The optimizer's state in the space of the model, so that another number of data shards can read it.
+# Store the optimizer state in the layout of the model, so that other numbers of data shards can load it.
 _NATIVE_METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 _GENERATOR = "generator"
-# What the value that is stepped is called there.
+# Names of a parameter's stepped value in megatron-core's checkpoints.
 _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Save model, optimizer and random state, each process its part. A collective."""
+    """Save model, optimizer and random state to a directory in megatron-core's own format. A collective call."""
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
+    # No rank may write before the directory exists.
     torch.distributed.barrier()
     state = _sharded(placed, is_loading=False)
     if groups.generator is not None:
@@ -224,13 +224,16 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Load a directory written by `save`, with any parallel sizes. A collective."""
+    """Load a checkpoint in megatron-core's own format, written with any parallel sizes. A collective call.
+
+    Raises `CheckpointError` if the directory has no such checkpoint.
+    """
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):
         raise CheckpointError(
-            f"{os.fspath(directory)} holds no checkpoint of megatron-core's dist_checkpointing. Give the directory "
-            "that save_native wrote; for checkpoints of a Trainer, use Trainer.fit(resume=...)."
+            f"{os.fspath(directory)} holds no checkpoint in megatron-core's own format. Give the directory that "
+            "save_native wrote. For checkpoints of a Trainer, use Trainer.fit(resume=...)."
         )
     state: dict[str, Any] = dist_checkpointing.load(_sharded(placed, is_loading=True), os.fspath(directory))
     for number, chunk in enumerate(placed.bare):
@@ -251,7 +254,7 @@ def _load_optimizer(front: MegatronOptimizerFront, state: dict[Any, Any]) -> Non
     held = [(part, state if len(parts) == 1 else state[number]) for number, part in enumerate(parts)]
     later = []
     for part, own in held:
-        # What torch's optimizers count steps in stands in the way of megatron-core's own loader (0.16.1).
+        # Megatron-core's loader (0.16.1) cannot handle the step counts in the state of torch's optimizers.
         if "param_state" in own and any("step" in values for values in part.optimizer.state.values()):
             parameters = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
             later.append((parameters, own.pop("param_state")))
@@ -263,7 +266,7 @@ def _load_optimizer(front: MegatronOptimizerFront, state: dict[Any, Any]) -> Non
                 kept.write(parameter, None if key in _STEPPED else key, value)
     steps = kept.steps()
     if steps is not None:
-        # Loading has given all parameters one tensor of steps, which each of them would count up (0.16.1).
+        # Loading has given all parameters the same step tensor (0.16.1), which each of them would increment.
         kept.write_steps(steps)
 
 

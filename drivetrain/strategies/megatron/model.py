@@ -1,4 +1,4 @@
-"""Models in the form in which megatron-core runs them, and the schedules that run them."""
+"""Models in the form in which megatron-core runs them, and the pipeline schedules that run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """Protocol of a task with megatron-core's function signatures, such as `drivetrain.MegatronTask`.
+    """Protocol of a task that has megatron-core's `model_provider` and `forward_step`, such as `MegatronTask`.
 
     Attributes:
         chunks: The model chunks of this process.
@@ -31,28 +31,38 @@ class MegatronProgram(Protocol):
     chunks: list[nn.Module]
 
     def transformer_config(self) -> Any:
-        """Return the model's `TransformerConfig`, without parallel sizes."""
+        """Return the model's `TransformerConfig`. The strategy sets the parallel sizes in a copy of it."""
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Create one model chunk."""
+        """Build the chunk of the model that one pipeline stage runs.
+
+        Args:
+            pre_process: True if the chunk begins with the embedding.
+            post_process: True if the chunk ends with the output layer.
+            vp_stage: The index of the chunk on this process, or None if stages are not interleaved.
+            config: The `TransformerConfig` with the parallel sizes.
+        """
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
         """Run one model chunk on the next batch. Returns its output and the function that computes the loss."""
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return the number of rows and the sequence length of a batch."""
+        """Return the number of rows and the sequence length of a batch, which determine the shapes of activations."""
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the rows and length of the first tensor of a batch that has at least two dimensions."""
+    """Return the number of rows and the length of a batch's first tensor that has at least two dimensions.
+
+    In a dict, `tokens` and `input_ids` come first. Raises `ConfigurationError` if there is no such tensor.
+    """
     for tensor in _tensors(batch):
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
     raise ConfigurationError(
-        "No tensor of rows and columns was found in the batch, whose shape the stages of a pipeline hand over. "
-        "Override MegatronTask.batch_shape(batch), which returns (rows, length).",
+        "The batch has no tensor with two dimensions, from which pipeline stages derive the shapes they exchange. "
+        "Override MegatronTask.batch_shape(batch) to return (rows, length).",
     )
 
 
@@ -60,6 +70,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, dict):
+        # Token ids first, because other tensors, such as attention masks, may have other shapes.
         for key in sorted(batch, key=lambda key: (key not in ("tokens", "input_ids"), str(key))):
             yield from _tensors(batch[key])
     elif isinstance(batch, list | tuple):
@@ -68,7 +79,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Model chunks of one model on this process.
+    """Record of a model prepared for megatron-core: its chunks on this process and their optimizer.
 
     Attributes:
         called: The module that `prepare` returned.
@@ -84,42 +95,45 @@ class PlacedModel:
 
     @property
     def config(self) -> Any:
-        """The `TransformerConfig` of the chunks."""
+        """Megatron-core's `TransformerConfig`, from which the model chunks were built."""
         return self.bare[0].config
 
     @property
     def program(self) -> MegatronProgram:
-        """The task."""
+        """Task to which the model belongs. Raises `ConfigurationError` if it is not a `MegatronTask`."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
-                f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule.",
+                f"{type(self.owner).__name__} is not a MegatronTask, whose forward_step a schedule calls.",
                 see="megatron.md",
             )
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Reduce the gradients of a window, and average them over data-parallel processes."""
+        """Reduce the model's gradients after an accumulation window, as an average over data-parallel processes.
+
+        `chunks` and `num_tokens`, which megatron-core's schedules pass, are ignored.
+        """
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
         if self.config.calculate_per_token_loss:
-            # Megatron-core adds gradients up then, and leaves the average to its own count of tokens.
+            # Megatron-core only sums gradients then, because it would divide them by a number of tokens.
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / chunk.dp_cp_group.size())  # type: ignore[operator]
 
     def zero_gradients(self) -> None:
-        """Clear accumulated gradients."""
+        """Clear the gradients that megatron-core has accumulated in its own buffers."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the accumulated gradients."""
+        """Return the gradients in megatron-core's buffers, one for each parameter that has a `main_grad`."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
 
 class PlacedModels:
-    """All models of a Megatron strategy."""
+    """Registry of the models that a `Megatron` strategy has prepared."""
 
     def __init__(self) -> None:
         self._placed: list[PlacedModel] = []
@@ -128,23 +142,22 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Add a model, replacing an earlier placement of the same model."""
+        """Register a prepared model. It replaces the record of an earlier `prepare` of the same model."""
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
     def clear(self) -> None:
-        """Remove all models."""
         self._placed.clear()
 
     def find(self, model: nn.Module) -> PlacedModel | None:
-        """Return a placed model by its original or its prepared module, or None."""
+        """Return the record of a model by its original or prepared module, or None if it was not prepared."""
         for placed in self._placed:
             if model is placed.owner or model is placed.called or any(model is chunk for chunk in placed.wrapped):
                 return placed
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """Return a placed model by its original or its prepared module. Raises an error if there is none."""
+        """Return the record of a prepared model. Raises `ConfigurationError` if the model was not prepared."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
@@ -159,7 +172,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Raised when a step reaches the end of a model chunk that computes no loss.
+    """Signal that ends a task's step at the end of a model chunk that does not compute the loss.
 
     Attributes:
         output: The output to send to the next chunk.
@@ -171,7 +184,7 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """The model chunk that is currently running.
+    """Record of which model chunk the running step of a task must call.
 
     Attributes:
         chunk: The chunk to call, or None outside a step.
@@ -182,10 +195,13 @@ class CurrentChunk:
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run the current chunk on a batch. See `MegatronRuntime.run`."""
+        """Run the task's `forward_step` on a batch, with the current chunk. Returns the output and the loss function.
+
+        Raises `StageEnded` if the chunk does not compute the loss.
+        """
         if self.chunk is None:
             raise ConfigurationError(
-                f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
+                f"{type(program).__name__} runs its model outside of a step. Run it within training_step, "
                 "validation_step, test_step or predict_step, under Trainer(strategy='megatron').",
             )
         output, loss_function = program.forward_step(iter((batch,)), self.chunk)
@@ -194,7 +210,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step with one model chunk."""
+        """Run a task's step on one model chunk. Returns the step's result and None, or None and the chunk's output."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -205,13 +221,13 @@ class CurrentChunk:
         finally:
             self.chunk = None
         raise ConfigurationError(
-            "The step returned without having run the model, whose parts on other processes wait for each other. Call "
-            "super().training_step(batch, batch_idx), or self.run_model(batch).",
+            "The step returned without running the model, while its parts on other processes wait for each other. "
+            "Call super().training_step(batch, batch_idx), or self.run_model(batch).",
         )
 
 
 class Schedule:
-    """Runs accumulation windows of one model through megatron-core's pipeline schedules."""
+    """Runner of one model's forward and backward passes through megatron-core's pipeline schedules."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -223,13 +239,17 @@ class Schedule:
         placed.config.finalize_model_grads_func = placed.finalize
         ddp = getattr(placed.wrapped[0], "ddp_config", None)
         if ddp is not None and ddp.overlap_grad_reduce:
+            # Reduction that overlaps with the backward pass must wait for the last micro-batch.
             holds = [chunk.no_sync for chunk in placed.wrapped]
             placed.config.no_sync_func = holds if len(holds) > 1 else holds[0]
         if placed.optimizer is not None and placed.config.fp16:
             placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward over the micro-batches of one optimizer step."""
+        """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
+
+        Processes that do not compute the loss return None for each micro-batch.
+        """
         self._groups.begin_window()
         outputs: list[Output | None] = [None] * len(microbatches)
         padded = [
@@ -241,7 +261,7 @@ class Schedule:
             index, microbatch = next(batches)
             is_last = self._topology.computes_loss and chunk is self._placed.wrapped[-1]
             self._loss = None
-            # A micro-batch that only fills a window up lets nothing count, and goes back from zero.
+            # A dummy micro-batch must leave no trace in the task, and its loss is multiplied by zero.
             step = step_fn if index is not None or not is_last else _probing(step_fn)
             result, handed_over = self._current.step(chunk, is_last, step, microbatch)
             if not is_last:
@@ -262,7 +282,7 @@ class Schedule:
                 num_microbatches=len(padded),
                 seq_length=length,
                 micro_batch_size=rows,
-                # The loss comes weighed and scaled from the engine: the schedule is to leave it as it is.
+                # The loss is already weighted and scaled, and the schedule must not change it.
                 collect_non_loss_data=True,
             )
         finally:
@@ -270,49 +290,48 @@ class Schedule:
         return outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Store a loss. The schedule runs its backward later."""
+        """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if loss.numel() != 1 or not loss.requires_grad:
-            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
-        # Where stages free what they have handed over, the loss would go with it.
+            raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
+        # The schedule frees an output after sending it, which must not free the loss.
         self._loss = loss.clone() if self._placed.config.deallocate_pipeline_outputs else loss
 
     def _taken_loss(self) -> Tensor:
         loss, self._loss = self._loss, None
         if loss is None:
             raise ConfigurationError(
-                f"{type(self._placed.owner).__name__}.training_step returned no loss, but the schedule goes back "
-                "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0.",
+                f"{type(self._placed.owner).__name__}.training_step returned no loss, but a pipeline schedule runs "
+                "backward for every micro-batch. To leave a micro-batch out, return a loss of zero, such as loss * 0.",
             )
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return the number of dummy micro-batches that an interleaved schedule needs to complete a window."""
+        """Return how many dummy micro-batches to add to `count`. Interleaved stages need a multiple of the stages."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
-        """Return rows and length of the window's micro-batches, which determine the tensors that stages send."""
+        """Return the rows and length of the micro-batches, which determine the shapes that stages exchange."""
         if self._placed.config.pipeline_model_parallel_size == 1:
             return 1, 1
         program = self._placed.program
         shapes = [program.batch_shape(getattr(each, "batch", each)) for each in microbatches]
         uneven = len(set(shapes)) > 1
         if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
-            # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
+            # Both neighbours are the same process then, and the shapes that arrive from it cannot be told apart.
             raise ConfigurationError(
-                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
-                "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline "
-                "out.",
+                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline with two "
+                "stages needs equal shapes. Use DataLoader(drop_last=True), pad batches, or remove virtual_pipeline.",
             )
-        # Then stages also hand over each shape, which takes a message more.
+        # Stages then send the shape of each tensor in an additional message.
         self._placed.config.variable_seq_lengths = uneven
         return shapes[0]
 
 
 class _EvaluationPass:
-    """One forward pass through all stages."""
+    """Runner of evaluation steps, in which each stage sends its activations on to the next."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
@@ -324,6 +343,7 @@ class _EvaluationPass:
 
         placed, topology = self._placed, self._topology
         communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), placed.config)
+        # Every stage has the batch, and knows the shape without receiving it.
         placed.config.variable_seq_lengths = False
         shape = self._handed_over(batch)
         starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
@@ -346,7 +366,7 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Module called as `module(step, batch, ...)` like `StepModule`. Only the last stage returns a result.
+    """Module that runs evaluation steps as `module(step, batch, ...)`. Only the last pipeline stage returns a result.
 
     Args:
         placed: The model.
@@ -356,16 +376,16 @@ class Evaluation(nn.Module):
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         super().__init__()
-        # Not as modules of this one: the parts of the model have their place in the task.
+        # A bound method hides the chunks, which must not be registered as submodules of this module, too.
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run a step without gradients through all stages."""
+        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
         return self._run(step, batch, *args)
 
 
 class MegatronRuntime:
-    """Creates and runs the model chunks of this process."""
+    """Interface by which a `MegatronTask` builds and runs its model chunks on this process."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
@@ -373,12 +393,15 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Convert the result of a megatron-core loss function to the result of a training step."""
+        """Convert what a megatron-core loss function returned to the result of a training step and a report to log.
+
+        Raises `ConfigurationError` unless `result` is `(loss, report)` or `(loss, num_tokens, report)`.
+        """
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(
-                f"The loss function returned {type(result).__name__}. Return (loss, report) with a mean, or (loss, "
-                "num_tokens, report) with a sum, as megatron-core's schedules take them.",
+                f"The loss function returned {type(result).__name__}. It must return (loss, report) with a mean loss, "
+                "or (loss, num_tokens, report) with a summed loss, as for megatron-core's schedules.",
                 see="megatron.md",
             )
         if len(result) == 2:
@@ -390,7 +413,7 @@ class MegatronRuntime:
         return total / tokens.clamp(min=1), report
 
     def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of the sequences in a batch."""
+        """Return this process's part of each sequence in a batch, for context parallelism."""
         if self._config().context_parallel_size == 1:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
@@ -399,7 +422,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Gather logits over the full vocabulary."""
+        """Gather logits that tensor-parallel processes have split by vocabulary. Returns the full logits."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

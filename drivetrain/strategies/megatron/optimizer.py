@@ -17,7 +17,7 @@ from drivetrain.strategies.megatron.configuration import MegatronOptions, optimi
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 
 GROUP = "group_index"
-# Of a group of parameters: what megatron-core keeps there for itself.
+# Keys of a parameter group that megatron-core uses internally.
 INTERNAL = (
     GROUP,
     "params",
@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """The user's optimizer as loops see it. Megatron-core's optimizer follows its options."""
+    """Optimizer for training loops, with the user's parameter groups, that steps megatron-core's optimizer."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -40,12 +40,12 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """The state of megatron-core's optimizer, by its own parameters."""
+        """State of megatron-core's optimizer, by the tensors that it steps."""
         return self.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        raise TypeError("Megatron-core keeps the state; load it with strategy.state.load_optimizer.")
+        raise TypeError("The optimizer state is held by megatron-core. Load it with strategy.state.load_optimizer.")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "placed", "inner"):
@@ -54,22 +54,24 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def parts(self) -> list[Any]:
-        """The optimizers of dense layers and of experts that hold parameters on this process."""
+        """Megatron-core's optimizers with parameters on this process, such as those of dense layers and of experts."""
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale a window's gradients and copy them to the stepped parameters, once per window."""
+        """Unscale the gradients and copy them to the tensors that are stepped. Returns True if a gradient overflowed.
+
+        Further calls before the step only return the result of the first.
+        """
         if self.overflowed is None:
             self.__dict__["overflowed"] = bool(self.inner.prepare_grads())
         found: bool = self.overflowed
         return found
 
     def stepped_parameters(self) -> list[Tensor]:
-        """Return the parameters to step: float32 copies, or this process's part of them, if they exist."""
+        """Return the tensors that megatron-core's optimizer steps on this process, such as float32 master weights."""
         return [parameter for part in self.parts for parameter in part.get_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
         self.placed.zero_gradients()
         self.inner.zero_grad(set_to_none)
         self.__dict__.update(overflowed=None, clipped=False)
@@ -78,8 +80,8 @@ class MegatronOptimizerFront(OptimizerProxy):
         """Step the optimizer. Returns False if a gradient overflowed and the step was skipped."""
         if closure is not None:
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
-                "forward and backward. Leave it out.",
+                f"{type(self.optimizer).__name__} under strategy='megatron' accepts no closure, because the schedule "
+                "runs forward and backward. Call step without it.",
             )
         overflowed = self.prepare_gradients()
         self.follow_options()
@@ -89,7 +91,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return stepped
 
     def follow_options(self) -> None:
-        """Copy the learning rate and other options from the user's parameter groups."""
+        """Copy the learning rate and other options from the user's parameter groups to megatron-core's optimizer."""
         for group in self.inner.param_groups:
             given = self.optimizer.param_groups[group[GROUP]]
             for name, value in given.items():
@@ -100,7 +102,10 @@ class MegatronOptimizerFront(OptimizerProxy):
 def make_optimizer(
     optimizer: Optimizer, placed: PlacedModel, options: MegatronOptions, low: torch.dtype | None
 ) -> MegatronOptimizerFront:
-    """Create megatron-core's optimizer for a model. A collective."""
+    """Create megatron-core's optimizer for a model, with the options of the user's torch optimizer. A collective call.
+
+    Raises `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the model.
+    """
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -117,7 +122,7 @@ def make_optimizer(
     inner = get_megatron_optimizer(
         optimizer_config(optimizer, options, low),
         placed.wrapped,
-        # Its own checkpoints distinguish groups by lr_mult, which nothing else reads.
+        # Megatron-core's checkpoints tell groups apart by `lr_mult`, which nothing else reads.
         config_overrides={matching(index): {GROUP: index, "lr_mult": 1.0 + index} for index in range(len(groups))},
         use_gloo_process_groups=False,
     )
@@ -133,14 +138,14 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
     left_out = [n for chunk in chunks for n, p in chunk.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} leaves out {len(left_out)} parameters that take gradients, such as "
-            f"{left_out[0]}, but megatron-core steps all of a model. Freeze them (requires_grad_(False)), or give them "
-            "to the optimizer, in a group with lr=0.",
+            f"{type(optimizer).__name__} leaves out {len(left_out)} trainable parameters, such as {left_out[0]}, but "
+            "megatron-core steps all of a model. Freeze them (requires_grad_(False)), or add them to the optimizer "
+            "in a group with lr=0.",
         )
     if not held <= own.keys():
         raise ConfigurationError(
-            f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core "
-            "does not step. Build them within the model.",
+            f"{type(optimizer).__name__} holds parameters that model_provider did not create, which megatron-core "
+            "does not step. Create them within the model.",
         )
 
 
@@ -148,30 +153,27 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Gradients in megatron-core's buffers, until its optimizer uses them."""
+    """Reduction, scaling and clipping of gradients that megatron-core accumulates in its own buffers."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which a backward does not end an accumulation window."""
         placed = self._models.find(model)
         return nullcontext() if placed is None or placed.optimizer is None else _within_window(placed)
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if the current accumulation window holds gradients."""
         placed = self._models.find(model)
         return placed is not None and bool(placed.held_gradients())
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the total norm of gradients over all layers, stages and shards. Returns the norm before clipping."""
         front = self._stepped(parameters)
         if front is None:
             return torch.zeros((), device=self._topology.device)
         if self._clipping is not None and max_norm not in (self._clipping, float("inf")):
             raise ConfigurationError(
-                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
-                "Give one of the two.",
+                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. Set "
+                "only one of the two.",
             )
         front.prepare_gradients()
         total = _total_norm(front, norm_type)
@@ -180,7 +182,7 @@ class BufferedGradients(Gradients):
         return torch.tensor(total, device=self._topology.device)
 
     def clip_by_default(self, front: MegatronOptimizerFront) -> None:
-        """Clip to the strategy's `gradient_clipping` if the loop has not clipped."""
+        """Clip gradients to the strategy's `gradient_clipping` before a step, unless the loop has clipped them."""
         if self._clipping is not None and not front.clipped and not front.prepare_gradients():
             _clip(front, self._clipping, _total_norm(front, 2.0))
 
@@ -191,7 +193,6 @@ class BufferedGradients(Gradients):
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Scale or clamp gradients: a model's in megatron-core's buffers, else those of the stepped parameters."""
         if model is not None:
             placed = self._models.find(model)
             for chunk in placed.wrapped if placed is not None and placed.optimizer is not None else ():
@@ -203,7 +204,7 @@ class BufferedGradients(Gradients):
             scale_tensors([each.grad for each in stepped if each.grad is not None], factor, bound)
 
     def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
-        """Return the optimizer of the parameters, which must be all parameters of a model, or None."""
+        """Return the optimizer of the first prepared model that has any of the parameters, or None."""
         wanted = {id(parameter) for parameter in parameters}
         for placed in self._models:
             if placed.optimizer is not None and any(id(p) in wanted for p in placed.owner.parameters()):
@@ -216,6 +217,7 @@ def _total_norm(front: MegatronOptimizerFront, norm_type: float) -> float:
         return float(front.inner.get_grad_norm())
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
+    # Dense layers and experts are sharded over different groups, so that their norms are combined last.
     norms = [
         float(get_grad_norm_fp32(part.get_main_grads_for_grad_norm(), norm_type, part.get_grad_stats_parallel_group()))
         for part in front.inner.chained_optimizers
@@ -248,7 +250,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor that is stepped in place of a parameter.
+    """Tensor that megatron-core's optimizer steps in place of a model's parameter, such as a float32 shard.
 
     Attributes:
         part: The megatron-core optimizer that steps it.
@@ -262,12 +264,12 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group that steps the parameter together, or None if each process steps all of it."""
+        """Process group whose ranks step parts of the parameter, or None if each process steps all of it."""
         return None if self.start is None else self.part.data_parallel_group
 
 
 class ParameterState:
-    """Reads and writes a parameter's optimizer state."""
+    """Access to the optimizer state that megatron-core keeps for each parameter of a model."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -280,16 +282,17 @@ class ParameterState:
                 self._whole.update({id(p): part for p in part.get_parameters()})
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Return True if the optimizer steps a parameter."""
+        """Return True if megatron-core's optimizer steps the parameter."""
         main = getattr(parameter, "main_param", parameter)
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Return the tensor that is stepped in place of a parameter."""
+        """Return the tensor that megatron-core's optimizer steps in place of a parameter, such as a float32 shard."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
             return Stepped(self._whole[id(main)], main, None)
+        # Another process of the group steps the parameter.
         if parameter not in part.model_param_group_index_map:
             return Stepped(part, None, 0)
         group, order = part.model_param_group_index_map[parameter]
@@ -297,16 +300,17 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of the optimizer state, each with True if it has the parameter's size."""
+        """Return the names of the state, such as `"exp_avg"`, each with True if it has its parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
                 for key, value in values.items():
+                    # By name, too, because a parameter with one element has the size of a step count.
                     found[key] = isinstance(value, Tensor) and value.numel() == main.numel() and key != "step"
         return found
 
     def steps(self) -> float | None:
-        """Return the number of steps taken, or None if the optimizer does not count them."""
+        """Return the number of steps that the optimizer has taken, or None if it does not count them."""
         for part in self._front.parts:
             for values in part.optimizer.state.values():
                 if "step" in values:
@@ -317,20 +321,22 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Create the state of an optimizer that has not stepped, if megatron-core's checkpoints need it."""
+        """Create a distributed optimizer's state before its first step, so that checkpoints can be saved and loaded."""
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue
             rates = [(group, group["lr"]) for group in part.optimizer.param_groups]
             for group, _ in rates:
-                group["lr"] = 0.0  # what fills the state in is a step, which must not change anything
+                group["lr"] = 0.0  # the state is created by a step, which must not change any weights
             part._init_optimizer_states_with_dummy_values()
             for group, rate in rates:
                 group["lr"] = rate
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """Return state of the parameter's shape in float32. A collective of the processes that step it together.
+        """Return the stepped value of a parameter, or its optimizer state `key`, as a full float32 tensor.
+
+        A collective call of the processes that step the parameter together.
 
         Args:
             parameter: A parameter of the model.
@@ -343,6 +349,7 @@ class ParameterState:
         if stepped.group is None:
             assert value is not None
             return value.detach().float()
+        # Each process fills in its shard, and the sum over processes joins the shards.
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if value is not None:
             assert stepped.start is not None
@@ -351,7 +358,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Copy this process's part of a full state tensor."""
+        """Copy this process's part of a full tensor to a parameter's stepped value, or to its optimizer state `key`."""
         stepped = self.find(parameter)
         if stepped.main is None:
             return
@@ -364,12 +371,13 @@ class ParameterState:
             stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
 
     def write_steps(self, steps: float) -> None:
-        """Set the number of steps taken."""
+        """Set the optimizer's step count for all parameters."""
         for part in self._front.parts:
             inner = part.optimizer
             for group in inner.param_groups:
                 if "step" in group:
                     group["step"] = int(steps)
+            # Torch's optimizers keep the count in each parameter's state. SGD has none.
             if type(inner).__module__.startswith("torch.optim") and type(inner) is not torch.optim.SGD:
                 for group in inner.param_groups:
                     for main in group["params"]:

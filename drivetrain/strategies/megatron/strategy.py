@@ -54,7 +54,7 @@ MODEL = "model."
 
 
 class Megatron(Strategy):
-    """Tensor, pipeline, sequence, context and expert parallelism with megatron-core's layers.
+    """Strategy for tensor, pipeline, sequence, context and expert parallelism with megatron-core's layers.
 
     The task must be a `MegatronTask`. Processes that the sizes leave over are data-parallel.
 
@@ -131,7 +131,7 @@ class Megatron(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Megatron:
-        """Create the strategy from a `megatron_lm_config`.
+        """Create a `Megatron` strategy from the `megatron_lm_config` section of a launcher's configuration file.
 
         Args:
             config: The keys and values, as in a launcher's YAML.
@@ -144,7 +144,6 @@ class Megatron(Strategy):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Create megatron-core's process groups."""
         require_device(state.device)
         options = self.options
         place = options.place(state.process_index, state.num_processes)
@@ -156,41 +155,40 @@ class Megatron(Strategy):
         state.before_leaving(self._release)
 
     def check(self, options: RunOptions) -> None:
-        """Refuse precisions that megatron-core does not support, and leave the others to it."""
         precision = options.precision
         if precision.name not in _PRECISIONS:
             raise ConfigurationError(
-                f"precision={precision.name!r} cannot run under strategy='megatron', which keeps 32-bit master weights "
-                "beside low ones. Use '32', 'bf16' or 'fp16'; for 8 bits, Megatron(transformer={'fp8': 'hybrid'}) with "
-                "TransformerEngine's layers.",
+                f"precision={precision.name!r} cannot run under strategy='megatron', which uses low-precision weights "
+                "with 32-bit master weights. Use '32', 'bf16' or 'fp16'. For FP8, use Megatron(transformer={'fp8': "
+                "'hybrid'}) with TransformerEngine's layers.",
                 see="precision.md",
             )
         steps, own = options.gradient_accumulation_steps, self.options.gradient_accumulation_steps
         if own is not None and steps.value != own:
             raise ConfigurationError(
-                f"Megatron(gradient_accumulation_steps={own}) contradicts {steps.argument}={steps.value}. Give one of "
-                "the two.",
+                f"Megatron(gradient_accumulation_steps={own}) contradicts {steps.argument}={steps.value}. Set only "
+                "one of the two.",
             )
         if isinstance(precision, MixedPrecision):
-            precision.enabled = False  # the weights themselves are low: nothing is left to cast
+            precision.enabled = False  # the weights themselves are in low precision, so autocast is not needed
         if isinstance(precision, Float16Mixed):
-            # Megatron-core's optimizer scales the loss: only it sees an overflow in parts of gradients.
+            # Megatron-core's optimizer scales the loss, because only it sees overflows in gradient shards.
             precision.scaler = torch.amp.GradScaler(self.topology.kind.autocast_type, enabled=False)
         self._precision = precision
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """The object that creates and runs the model chunks of a `MegatronTask`."""
+        """Interface by which a `MegatronTask` builds and runs its model chunks on this process."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager that creates models with equal values on replicas and different ones on shards."""
+        """Return a context for building a model whose initial weights are equal on replicas and different on shards."""
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
-        """Return a `TransformerConfig` with the parallel sizes and dtypes of the run, for a loop of your own.
+        """Return a copy of a `TransformerConfig` with the run's parallel sizes and dtypes, to build a model with.
 
         Args:
             config: The model's configuration.
@@ -216,7 +214,6 @@ class Megatron(Strategy):
         return chunks
 
     def _place(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """Place a model that is only evaluated."""
         known = self._models.find(model)
         if known is None:
             bare = self._parts_of(model)
@@ -226,7 +223,6 @@ class Megatron(Strategy):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Wrap the parts of a model in megatron-core's DDP, and build its optimizer; without one, only place them."""
         if not optimizers:
             return self._place(model, precision), []
         if len(optimizers) > 1:
@@ -243,6 +239,7 @@ class Megatron(Strategy):
                 chunk.config,
                 ddp_config(self.options, low),
                 self._lowered(chunk, precision),
+                # As in megatron-core's own script: the reduction of later chunks overlaps with computation anyway.
                 disable_bucketing=number > 0,
             )
             for number, chunk in enumerate(bare)
@@ -258,40 +255,39 @@ class Megatron(Strategy):
         return placed.called, [front]
 
     def _parts_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the chunks of a model that this process holds."""
         bare = super().unwrap(model)
         if isinstance(model, StepModule):
             if not isinstance(bare, MegatronProgram):
                 raise ConfigurationError(
-                    f"{type(bare).__name__} is not a MegatronTask: strategy='megatron' runs models that are built from "
-                    "megatron-core's layers. Subclass drivetrain.MegatronTask, which has a model_provider and a "
-                    "forward_step; or use strategy=Parallel(tp=..., pp=...), which splits any model.",
+                    f"{type(bare).__name__} is not a MegatronTask, but strategy='megatron' runs models that are built "
+                    "from megatron-core's layers. Subclass drivetrain.MegatronTask, with a model_provider and a "
+                    "forward_step, or use strategy=Parallel(tp=..., pp=...), which splits any model.",
                     see="megatron.md",
                 )
             return bare.chunks
         if isinstance(bare, MegatronProgram):
             raise ConfigurationError(
-                f"{type(bare).__name__} is a MegatronTask, whose steps a Trainer runs: megatron-core's schedule calls "
-                "its forward_step, and runs the backward by itself, which a loop with accelerator.backward(loss) "
-                "cannot share with it. Use Trainer(accelerator=accelerator).fit(task, loader), or prepare the model "
-                "that its model_provider builds under accelerator.init_context().",
+                f"{type(bare).__name__} is a MegatronTask, whose steps need a Trainer: megatron-core's schedule runs "
+                "forward and backward itself, so that a loop cannot call accelerator.backward(loss). Use "
+                "Trainer(accelerator=accelerator).fit(task, loader), or prepare the model that its model_provider "
+                "builds under accelerator.init_context().",
             )
         if not hasattr(bare, "sharded_state_dict"):
             raise ConfigurationError(
-                f"{type(bare).__name__} is not built from megatron-core's layers, which strategy='megatron' runs. "
+                f"{type(bare).__name__} is not built from megatron-core's layers, as strategy='megatron' requires. "
                 "Prepare a GPTModel or another MegatronModule, or use strategy=Parallel(tp=..., pp=...).",
                 see="megatron.md",
             )
         if self.options.pipeline_parallel > 1:
             raise ConfigurationError(
-                f"pipeline_parallel={self.options.pipeline_parallel} runs forward and backward of all micro-batches of "
-                "a step interleaved, which a loop with accelerator.backward(loss) cannot do. Use the Trainer with a "
-                "MegatronTask, or leave pipeline_parallel out.",
+                f"pipeline_parallel={self.options.pipeline_parallel} interleaves forward and backward of all "
+                "micro-batches of a step, which a loop with accelerator.backward(loss) cannot do. Use a Trainer with "
+                "a MegatronTask, or remove pipeline_parallel.",
             )
         return [bare]
 
     def _lowered(self, chunk: nn.Module, precision: Precision) -> nn.Module:
-        """Move a model chunk to the device and convert it to the precision's dtype."""
+        """Move a model chunk to the device, and convert it to float16 or bfloat16 if the precision asks for it."""
         chunk.to(self.topology.device)
         if low_dtype(precision) is None:
             return chunk
@@ -309,12 +305,10 @@ class Megatron(Strategy):
         return placed
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the original module of a prepared model."""
         placed = self._models.find(model)
         return super().unwrap(model) if placed is None else placed.owner
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call. In evaluation, its steps run through all stages."""
         if stage != "evaluate" or not isinstance(model, StepModule):
             return model
         return Evaluation(self._models.require(model), self._current, self.topology)
@@ -324,7 +318,6 @@ class Megatron(Strategy):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over the micro-batches of one optimizer step, as megatron-core schedules them."""
         schedule = self._schedules[id(self._models.require(model))]
         self._running = schedule
         try:
@@ -333,12 +326,12 @@ class Megatron(Strategy):
             self._running = None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Store a loss for the schedule. In a raw loop, compute its gradients and reduce them at a window's end."""
         if kwargs:
-            raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
+            raise ConfigurationError(f"Megatron's backward accepts no {', '.join(kwargs)}.")
         if self._running is not None:
             self._running.backward(loss)
             return
+        # In a loop of the user's own, no schedule runs backward and reduces gradients.
         trained = [placed for placed in self._models if placed.optimizer is not None]
         if trained and trained[-1].config.fp16:
             loss = trained[-1].optimizer.inner.scale_loss(loss)  # type: ignore[union-attr]
@@ -350,18 +343,16 @@ class Megatron(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step megatron-core's optimizer. Returns False if it skipped the step because of an overflow."""
         if not isinstance(optimizer, MegatronOptimizerFront):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} was not prepared together with its model, which Megatron needs: "
-                "model, optimizer = accelerator.prepare(model, optimizer).",
+                f"{type(optimizer).__name__} was not prepared together with its model, as Megatron requires: model, "
+                "optimizer = accelerator.prepare(model, optimizer).",
             )
         assert isinstance(self.gradients, BufferedGradients)
         self.gradients.clip_by_default(optimizer)
         return optimizer.step(closure)
 
     def _release(self) -> None:
-        """Release megatron-core's groups."""
         self._schedules.clear()
         self._models.clear()
         if self._groups is not None:
@@ -371,7 +362,7 @@ class Megatron(Strategy):
     # what only megatron-core has
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Save a checkpoint in megatron-core's own format, each process its part. Call it on all processes.
+        """Save a model's checkpoint in megatron-core's own format. A collective call: each process writes its part.
 
         Args:
             model: A prepared model.
@@ -380,7 +371,7 @@ class Megatron(Strategy):
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Load a checkpoint of `save_native`, with any parallel sizes. Call it on all processes.
+        """Load a checkpoint that `save_native` wrote, under the same or other parallel sizes. A collective call.
 
         Args:
             model: A prepared model.
@@ -393,7 +384,7 @@ class Megatron(Strategy):
 
     def _joined(self) -> MegatronGroups:
         if self._groups is None:
-            raise ConfigurationError("strategy='megatron' has not been set up: give it to a Trainer or Accelerator.")
+            raise ConfigurationError("strategy='megatron' is not set up yet. Pass it to a Trainer or Accelerator.")
         return self._groups
 
     def __repr__(self) -> str:

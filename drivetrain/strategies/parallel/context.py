@@ -46,7 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Part of every sequence that one context-parallel process has.
+    """Part of each sequence that this process holds under context parallelism.
 
     Attributes:
         group: Process group over which sequences are split.
@@ -62,12 +62,12 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that each sequence is cut into."""
+        """Number of equal chunks that each sequence is cut into: one or two for each context-parallel process."""
         return 2 * self.count if self.balanced else self.count
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """Indices of this process's chunks in the sequence."""
+        """Indices of the chunks of each sequence that this process holds, in order."""
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -79,8 +79,8 @@ class SequenceShard:
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
-                f"Sequences of {length} tokens cannot be split over cp={self.count} processes: that takes a multiple "
-                f"of {self.chunks}. Pad them to {-(-length // self.chunks) * self.chunks}, or cut them"
+                f"Sequences of {length} tokens cannot be split over cp={self.count} processes, which needs a multiple "
+                f"of {self.chunks}. Pad them to {-(-length // self.chunks) * self.chunks}, or truncate them"
                 + (", or pass cp_load_balance=False." if self.balanced and length % self.count == 0 else "."),
             )
         parts = tensor.chunk(self.chunks, dim)
@@ -104,7 +104,7 @@ class SequenceShard:
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """Return this process's part of a batch. Every tensor that has a dimension `dim` is split along it.
+        """Return this process's part of a batch. Each tensor that has a dimension `dim` is split along this dimension.
 
         Raises:
             ConfigurationError: The tensors differ in the size of `dim`, or it is no multiple of `chunks`.
@@ -120,15 +120,15 @@ class SequenceShard:
         if len(lengths) > 1:
             shapes = sorted({shape for each in lengths.values() for shape in each})
             raise ConfigurationError(
-                f"Under context parallelism dimension {dim} of every tensor of a batch is taken for the sequence, but "
-                f"this batch has tensors of the shapes {', '.join(map(str, shapes))}. Say which dimension it is with "
-                "cp_seq_dim, or split batches by a function of your own with cp_shard_batch.",
+                f"With context parallelism, dimension {dim} of every tensor in a batch must be the sequence, but this "
+                f"batch has tensors of the shapes {', '.join(map(str, shapes))}. Set another dimension with "
+                "cp_seq_dim, or split batches with a function of your own in cp_shard_batch.",
             )
         split: Batch = recursively_apply(lambda t: self.split(t, dim) if t.dim() > dim else t, batch)
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """Return a step's output with full sequences.
+        """Gather the output of a step over all processes, so that its tensors cover full sequences.
 
         Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
         """
@@ -139,14 +139,15 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace each buffer's data by this process's part of the sequence while the context is active.
+    """Replace the data of each buffer within the context by this process's part of the sequences.
 
-    Afterwards the buffers have their full data again, except those in `keep`.
+    Afterwards the buffers have their full data again, except those in `keep`. Raises `ConfigurationError` if `buffers`
+    and `dims` differ in length.
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(
-            f"Each buffer needs the dimension that is its sequence, got {len(buffers)} buffers and {len(dims)} in "
-            "buffer_seq_dims.",
+            f"buffer_seq_dims must have the sequence dimension of each buffer, got {len(buffers)} buffers and "
+            f"{len(dims)} dimensions.",
         )
     kept = {id(buffer) for buffer in keep}
     unknown = kept - {id(buffer) for buffer in buffers}
@@ -165,14 +166,14 @@ def split_in_place(
 
 
 def sequence_length(batch: Any, dim: int) -> int | None:
-    """Return the size along `dim` of a batch's first tensor with that dimension, or None if no tensor has it."""
+    """Return the size along `dim` of the first tensor in a batch that has this dimension, or None without one."""
     found: list[int] = []
     recursively_apply(lambda t: found.append(t.size(dim)) if t.dim() > dim else None, batch)
     return found[0] if found else None
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which `F.scaled_dot_product_attention` attends to the tokens of all context-parallel processes.
+    """Context in which `F.scaled_dot_product_attention` covers the tokens of all context-parallel processes.
 
     Attributes:
         calls: Number of attention calls so far.
@@ -184,16 +185,19 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise `ConfigurationError` if `calls` still equals `since`: then no attention call crossed processes."""
+        """Raise `ConfigurationError` if no attention was computed since `calls` had the value `since`.
+
+        Without such a call, tokens would not see those on other processes.
+        """
         if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
-                "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
-                "Compute attention with it (in transformers: attn_implementation='sdpa').",
+                "torch.nn.functional.scaled_dot_product_attention, so that tokens cannot attend to those on other "
+                "processes. Compute attention with it (in transformers: attn_implementation='sdpa').",
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return the attention context, or an empty context if one is active already."""
+        """Return this attention context, or an empty context if an attention context is already active."""
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -208,18 +212,18 @@ class SharedAttention(TorchFunctionMode):
             return None
         if func in _OWN_ATTENTION:
             raise ConfigurationError(
-                "Under context parallelism nn.MultiheadAttention, and nn.Transformer with it, would attend "
-                "to this process's tokens only: they compute attention by themselves. Use a module that calls "
+                "Context parallelism does not support nn.MultiheadAttention and nn.Transformer, whose attention "
+                "would cover only this process's tokens. Use a module that calls "
                 "torch.nn.functional.scaled_dot_product_attention.",
             )
         return func(*args, **(kwargs or {}))
 
 
 class RingAttention(SharedAttention):
-    """Ring attention through torch's `context_parallel`.
+    """Attention context that computes ring attention with torch's `context_parallel`.
 
-    Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al.,
-    2023, https://arxiv.org/abs/2310.01889).
+    Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al., 2023,
+    https://arxiv.org/abs/2310.01889).
     """
 
     def __init__(self, shard: SequenceShard, mesh: DeviceMesh, device: torch.device) -> None:
@@ -271,7 +275,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Run `Tensor.backward` through the autograd engine directly.
+    """Compute gradients like `Tensor.backward`, but without leaving the active attention context.
 
     Torch's own function is seen by function modes, and each such call would leave the attention context.
     """
@@ -302,13 +306,13 @@ def attend(
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:
         raise ConfigurationError(
-            f"Under context parallelism attention got a mask of shape {tuple(attn_mask.shape)}, which covers this "
-            "process's tokens only. Pass is_causal=True instead, or no mask.",
+            f"With context parallelism, attention got a mask of shape {tuple(attn_mask.shape)}, which covers only "
+            "this process's tokens. Pass is_causal=True instead, or no mask.",
         )
     if dropout_p:
         raise ConfigurationError(
-            f"Under context parallelism attention cannot drop out its weights (dropout_p={dropout_p}). Set the "
-            "attention's dropout to 0; dropout elsewhere works.",
+            f"Context parallelism does not support dropout of attention weights (dropout_p={dropout_p}). Set the "
+            "attention's dropout to 0. Dropout elsewhere works.",
         )
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if key.shape == value.shape and key.dtype == value.dtype:  # stacked, they need one collective instead of two
@@ -319,12 +323,13 @@ def attend(
         return F.scaled_dot_product_attention(query, keys, values, **options)
     if query.size(-2) != key.size(-2):
         raise ConfigurationError(
-            f"Under context parallelism causal attention needs as many queries as keys, got {query.size(-2)} and "
+            f"With context parallelism, causal attention needs as many queries as keys, got {query.size(-2)} and "
             f"{key.size(-2)}.",
         )
     size = query.size(-2) // len(shard.own_chunks)
     outputs = []
     for number, part in zip(shard.own_chunks, query.chunk(len(shard.own_chunks), -2), strict=True):
+        # A chunk sees all keys up to its own end, and its causal mask is aligned to the last of them.
         seen = (number + 1) * size
         mask = {"is_causal": True} if number == 0 else {"attn_mask": _aligned_to_the_last(size, seen)}
         outputs.append(
@@ -334,7 +339,7 @@ def attend(
 
 
 def _aligned_to_the_last(size: int, seen: int) -> Tensor:
-    """Return the causal mask of `size` queries that are the last of `seen` tokens.
+    """Return the causal attention mask for `size` queries that are the last of `seen` tokens.
 
     The dispatch modes are disabled, because torch 2.13 cannot create the mask within one.
     """
@@ -345,13 +350,14 @@ def _aligned_to_the_last(size: int, seen: int) -> Tensor:
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Compute attention on DTensors whose heads are split over tensor-parallel processes."""
+    """Compute context-parallel attention for DTensors whose heads are split over tensor-parallel processes."""
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
-            f"Under context parallelism attention got queries placed as {query.placements}; they may be split over "
-            f"tensor-parallel processes along their heads (dimension {heads}) only.",
+            "With context parallelism, queries may be split over tensor-parallel processes only along their heads "
+            f"(dimension {heads}), but they are placed as {query.placements}.",
         )
+    # Heads are independent of each other, so that each rank computes attention for its own heads.
     own: list[Any] = [t.to_local() if isinstance(t, DTensor) else t for t in (query, key, value)]
     local = attend(shard, *own, *rest)
     whole: DTensor = DTensor.from_local(local, query.device_mesh, query.placements, run_check=False)
@@ -368,7 +374,7 @@ def active_shard() -> SequenceShard | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of this process's tokens in the full sequences.
+    """Return the positions of this process's tokens in the full sequences, for position embeddings.
 
     Use this function in models that create position ids themselves. With context parallelism,
     `torch.arange(x.shape[1])` would number each process's part from 0. Without it, the result is that `arange`.
@@ -388,29 +394,29 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Splitter that leaves every sequence whole, used without context parallelism."""
+    """Base class for context parallelism. It does nothing, and is used if sequences are not split."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context that splits the buffers along their sequence dimensions. This one changes nothing."""
+        """Return a context in which buffers are replaced by this process's part of each sequence."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call with whole batches."""
+        """Return a module that runs the model on this process's part of each batch it is called with."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention is over the tokens of all processes that share a sequence."""
+        """Return a context in which attention covers the tokens of all processes that share a sequence."""
         return nullcontext()
 
     def shard_batch(self, batch: Any) -> Any:
-        """Return this process's tokens of a batch of whole sequences."""
+        """Return this process's part of a batch of full sequences."""
         return batch
 
 
 class SplitSequences(Sequences):
-    """Splitter of sequences over context-parallel processes.
+    """Context parallelism that splits the sequences of each batch over processes.
 
     Attributes:
         shard: The part of each sequence that this process has.
@@ -426,7 +432,6 @@ class SplitSequences(Sequences):
         self.shard, self._attention, self._seq_dim, self._shard_batch = shard, attention, seq_dim, shard_batch
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return a module that runs steps on this process's tokens. In evaluation it joins the outputs of all."""
         joined_dim = self._seq_dim if stage == "evaluate" else None
         return SequenceStep(model, self._attention, self.shard_batch, joined_dim)
 
@@ -442,7 +447,7 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split buffers over processes while the context is active. Raises if no attention was computed in it."""
+        """Split buffers over processes within the context. Raises an error if no attention is computed in it."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield
@@ -450,7 +455,7 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Module that is called as `module(step, batch, ...)` and runs the step on this process's tokens."""
+    """Wrapper, called as `module(step, batch, ...)`, that runs a step on this process's part of each sequence."""
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
@@ -461,7 +466,10 @@ class SequenceStep(nn.Module):
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `step` on this process's part of `batch`. Returns its output, joined over processes in evaluation."""
+        """Run a step on this process's part of a batch of full sequences, and return the step's output.
+
+        In evaluation, the output is gathered to full sequences.
+        """
         own = self._split(batch)
         before = self._attention.calls
         with self._attention.entered():
@@ -486,7 +494,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def let_attention_run_split() -> None:
-    """Register DTensor sharding rules for attention on the CPU. Later calls do nothing."""
+    """Register DTensor sharding rules for attention on the CPU, which torch lacks. Later calls do nothing."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

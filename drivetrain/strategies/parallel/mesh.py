@@ -41,7 +41,7 @@ class MeshSizes:
                 raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
 
     def fill(self, world_size: int) -> MeshSizes:
-        """Return a copy of the mesh sizes in which a `dp_shard` of -1 is replaced by a number.
+        """Return the mesh sizes with a `dp_shard` of -1 replaced by the number of processes that the other sizes leave.
 
         Raises `ConfigurationError` if the sizes do not multiply to `world_size`.
         """
@@ -53,25 +53,26 @@ class MeshSizes:
             if world_size % others:
                 raise ConfigurationError(
                     f"{asked} needs a multiple of {others} processes, but there are {world_size}. Start another "
-                    "number, or choose sizes that divide it.",
+                    "number of processes, or choose sizes that divide it.",
                 )
             return replace(self, dp_shard=world_size // others)
         if others != world_size:
             raise ConfigurationError(
                 f"{asked or 'Parallel()'} multiplies to {others}, but there are {world_size} processes. Start "
-                f"{others}, change a size, or pass dp_shard=-1 to shard over all that are left.",
+                f"{others} processes, change a size, or pass dp_shard=-1 to use all that are left.",
             )
         return self
 
     def shape(self) -> tuple[int, ...]:
-        """Return the mesh sizes as a tuple, in the order of `DIMENSIONS`."""
+        """Return the sizes of the five mesh dimensions as a tuple, in the order of `DIMENSIONS`."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
-        """Build mesh sizes from a mapping with keys such as `tp_size` or `tp`.
+        """Create mesh sizes from a mapping with keys such as `tp_size` or `tp`.
 
-        Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key.
+        Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key. Raises `ConfigurationError` if a
+        key is unknown.
         """
         own = {field.name for field in fields(cls)}
         names = {**{name: name for name in own}, **{f"{name}_size": name for name in own}}
@@ -81,8 +82,8 @@ class MeshSizes:
             if plain not in names:
                 allowed = sorted(f"{name}_size" for name in own)
                 raise ConfigurationError(
-                    f"Unknown size {key!r} of a parallelism config. Allowed: {', '.join(allowed)}."
-                    f"{nearest(plain, allowed)}",
+                    f"Unknown size {key!r} in a parallelism config. Allowed: "
+                    f"{', '.join(allowed)}.{nearest(plain, allowed)}",
                 )
             if value is not None:
                 sizes[names[plain]] = value
@@ -104,7 +105,7 @@ class MeshPlace:
     loss_index: int | None = None
 
     def coordinates(self) -> dict[str, int]:
-        """Return a dict from each dimension's name to the rank's index along it."""
+        """Return the rank's index along each dimension of the device mesh, as a dict by dimension name."""
         # The last dimension varies fastest, so the rank is taken apart from the innermost dimension outwards.
         found, rest = {}, self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.sizes.shape(), strict=True))):
@@ -112,7 +113,7 @@ class MeshPlace:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank at the given mesh coordinates. Dimensions not given keep this process's index."""
+        """Return the rank at the given mesh coordinates. Along the other dimensions, it has this process's index."""
         at, rank = {**self.coordinates(), **coordinates}, 0
         for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
             rank = rank * size + at[name]
@@ -120,17 +121,16 @@ class MeshPlace:
 
     @property
     def _last(self) -> int:
-        """Index along `pp` of the processes that compute losses."""
         return self.sizes.pp - 1 if self.loss_index is None else self.loss_index
 
     @property
     def loss_rank(self) -> int:
-        """Global rank that computes the losses of this process's pipeline."""
+        """Global rank of the process that computes the losses of this process's pipeline."""
         return self.rank_of(pp=self._last)
 
     @property
     def data_shard(self) -> DataShard:
-        """Shard of the dataset that this process loads.
+        """Shard of the dataset that this process loads, as an index and the number of shards.
 
         Ranks that differ only along `pp`, `cp` or `tp` share batches, so they get equal shards.
         """
@@ -140,14 +140,17 @@ class MeshPlace:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """One rank for each data shard: the process that computes losses and has index 0 along `cp` and `tp`."""
+        """Ranks whose batches are counted, one for each shard of the dataset.
+
+        Each is the process that computes losses and has index 0 along `cp` and `tp`.
+        """
         last = self._last
         shards = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=0, tp=0) for r, s in shards)
 
     @property
     def value_ranks(self) -> tuple[int, ...]:
-        """Ranks whose values together cover the global batch exactly once.
+        """Ranks whose logged values are counted. Together, they cover the global batch exactly once.
 
         Each context-parallel part of a sequence counts. Tensor-parallel copies do not.
         """
@@ -157,9 +160,9 @@ class MeshPlace:
 
 
 def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
-    """Create the device mesh, with one dimension for each size above 1, or return None if every size is 1.
+    """Create the device mesh, with one dimension for each size above 1. Returns None if every size is 1.
 
-    Every rank must call this function, because it creates process groups.
+    A collective call, because it creates process groups.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -172,7 +175,7 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
 
 
 def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
-    """Return the mesh's named dimensions, flattened to one dimension, or None if the mesh has none of them."""
+    """Return the named dimensions of a mesh, flattened to one dimension, or None if the mesh has none of them."""
     present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
     if mesh is None or not present:
         return None

@@ -138,7 +138,7 @@ class Parallel(Strategy, SplitsSequences):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Create the device mesh and the strategies for its dimensions. Every rank must call this method.
+        """Create the device mesh, and set up parallelism along each of its dimensions. All ranks must call this method.
 
         Raises:
             ConfigurationError: The sizes do not fit the world size, or an option does not work on the device.
@@ -164,14 +164,14 @@ class Parallel(Strategy, SplitsSequences):
         if self.cp_attention == "ring":
             if state.kind.name == "cpu":
                 raise ConfigurationError(
-                    "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', "
-                    "the default, which is exact on any device.",
+                    "cp_attention='ring' uses torch's context_parallel, which has no kernels for the CPU. Use the "
+                    "default, 'gather', which works on any device.",
                 )
             attention = RingAttention(shard, mesh, state.device)
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
 
     def _shard_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh over which parameters are sharded and replicated, or None if they are not sharded."""
+        """Return the mesh dimensions over which parameters are sharded and replicated, or None without sharding."""
         shard = submesh(mesh, "dp_shard", "cp")
         if mesh is None or shard is None or self.sizes.dp_replicate == 1:
             return shard
@@ -179,7 +179,6 @@ class Parallel(Strategy, SplitsSequences):
         return mesh["dp_replicate", shard.mesh_dim_names[0]]
 
     def _make_sharded(self, state: PartialState, mesh: DeviceMesh | None) -> Strategy:
-        """Create the inner strategy for a mesh without pipeline stages."""
         self.place_in_mesh = MeshPlace(self.sizes, state.process_index)
         topology = Topology.in_grid(state, self.place_in_mesh)
         strategy = FSDP(**self._sharding)
@@ -191,9 +190,8 @@ class Parallel(Strategy, SplitsSequences):
         return strategy
 
     def _make_pipeline(self, state: PartialState, mesh: DeviceMesh | None, stages: DeviceMesh) -> Strategy:
-        """Create the inner strategy for a mesh with pipeline stages."""
         from drivetrain.strategies.parallel.pipeline.schedule import PipelineGroup, PipelineOptions
-        from drivetrain.strategies.parallel.pipeline.strategy import Pipeline, StagePlacer  # its part of torch is slow
+        from drivetrain.strategies.parallel.pipeline.strategy import Pipeline, StagePlacer  # slow to import
 
         chosen = PipelineOptions.from_arguments(self._stage_options)
         group = PipelineGroup(stages.get_group(), stages.get_local_rank(), chosen.stages_among(stages.size()))
@@ -209,7 +207,7 @@ class Parallel(Strategy, SplitsSequences):
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers hold this process's part of each sequence.
+        """Return a context in which tensors are replaced in place by this process's part of each sequence.
 
         Within the context, attention covers the tokens of all context-parallel processes.
         """
@@ -218,15 +216,14 @@ class Parallel(Strategy, SplitsSequences):
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return the inner strategy's context for building a model."""
         return self.inner.init_context()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Distribute a model over the mesh: pipeline stages, then tensor-parallel layers, then shards.
+        """Split a model over the mesh: first into pipeline stages, then by tensor-parallel layers, then into shards.
 
-        Returns the distributed model and its optimizers.
+        Returns the module to call, and the optimizers to step.
         """
         prepared = self.inner.prepare(model, optimizers, precision, move)
         if optimizers is not None:
@@ -234,7 +231,6 @@ class Parallel(Strategy, SplitsSequences):
         return prepared
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module that runs the model on whole batches."""
         return self.sequences.view(self.inner.view(model, stage), stage)
 
     # one optimizer step
@@ -242,18 +238,16 @@ class Parallel(Strategy, SplitsSequences):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over the micro-batches of one optimizer step."""
         with self.sequences.attention():  # also around backward, where checkpointed blocks run their forward again
             return self.inner.forward_backward(model, step_fn, microbatches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss that is already scaled."""
         self.inner.backward(loss, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer. The first step checks that tensor-parallel copies have equal gradients."""
+        # With a closure, gradients are computed within the step, and there are none to compare yet.
         if closure is None:
             self.layers.check(optimizer)
         return self.inner.optimizer_step(optimizer, precision, closure)
@@ -268,7 +262,7 @@ def _check_options(
 ) -> None:
     if sizes.tp > 1 and plan is None:
         raise ConfigurationError(
-            f'tp={sizes.tp} needs to know which layers to split: give tp_plan={{"layers.*.attention.wq": Colwise(), '
+            f'tp={sizes.tp} needs a plan of the layers to split. Set tp_plan={{"layers.*.attention.wq": Colwise(), '
             '"layers.*.attention.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
             see="parallel.md",
         )
@@ -280,17 +274,17 @@ def _check_options(
         raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.")
     if sizes.cp > 1 and sizes.pp > 1:
         raise ConfigurationError(
-            f"cp={sizes.cp} and pp={sizes.pp} do not go together yet: what stages hand over has the shape of whole "
+            f"cp={sizes.cp} and pp={sizes.pp} cannot be combined yet, because pipeline stages exchange full "
             "sequences. Use cp with tp and dp_shard, or pp with tp and dp_shard.",
         )
     if pipeline and sizes.pp == 1:
         given = ", ".join(f"pp_{name}" for name in pipeline)
-        raise ConfigurationError(f"{given}: an option of the pipeline, but pp=1.")
+        raise ConfigurationError(f"Pipeline options need pp of 2 or more, but pp=1: {given}.")
     allowed = [name for name in inspect.signature(FSDP.__init__).parameters if name not in ("self", "replicate_size")]
     for name in rest:
         if name not in allowed:
             known = [*allowed, *inspect.signature(Parallel.__init__).parameters]
             raise ConfigurationError(
-                f"Parallel has no option {name!r}. Beside its own it takes those of FSDP ({', '.join(allowed)}) and "
-                f"of the pipeline, which begin with pp_.{nearest(name, known)}",
+                f"Parallel has no option {name!r}. Besides its own options, it accepts those of FSDP "
+                f"({', '.join(allowed)}) and those of the pipeline, which begin with pp_.{nearest(name, known)}",
             )

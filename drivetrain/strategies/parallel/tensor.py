@@ -77,7 +77,7 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 
 
 def plan_of_model(module: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel plan that a model carries in `tp_plan` or `_tp_plan`.
+    """Return the tensor-parallel plan that a model, or a module within it, defines in `tp_plan` or `_tp_plan`.
 
     Raises `ConfigurationError` if neither the model nor a submodule has a plan.
     """
@@ -86,15 +86,15 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
         if isinstance(plan, Mapping) and plan:
             return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
     raise ConfigurationError(
-        f"tp_plan='auto' takes the plan that the model carries, but {type(module).__name__} has no tp_plan, nor has "
-        'anything in it. Give one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.',
+        f"tp_plan='auto' uses a model's own plan, but neither {type(module).__name__} nor its submodules have a "
+        'tp_plan. Pass one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.',
         see="parallel.md",
     )
 
 
 @dataclass(frozen=True)
 class PlanMatch:
-    """Module that a tensor-parallel plan splits, with its name and style."""
+    """Submodule that a tensor-parallel plan splits, with its name and the parallel style that the plan gives it."""
 
     name: str
     module: nn.Module
@@ -102,9 +102,10 @@ class PlanMatch:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split a module's layers over the mesh's processes, in place, by a tensor-parallel plan.
+    """Split the layers that a tensor-parallel plan names over the processes of a mesh, in place.
 
-    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
+    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped. Raises
+    `ConfigurationError` if the plan does not fit the module.
     """
     let_attention_run_split()
     root, matches = _matches(module, plan)
@@ -114,6 +115,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
         if id(match.module) in elsewhere:
             continue
         try:
+            # None: every rank has all values already and keeps its shard of them, without communication.
             parallelize_module(match.module, mesh, match.style, src_data_rank=None)
         except NotImplementedError:
             raise ConfigurationError(
@@ -132,14 +134,17 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """Return the modules that a tensor-parallel plan splits, after a check of their sizes."""
+    """Return the submodules that a tensor-parallel plan splits, and check that `count` divides their sizes.
+
+    Raises `ConfigurationError` if a pattern matches no module or a size does not fit.
+    """
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
 
 
 def whole_outputs_without_gradients(module: nn.Module) -> None:
-    """Register a forward hook that converts DTensor outputs to plain tensors if gradients are disabled.
+    """Register a forward hook that gathers a module's sharded outputs to full tensors while gradients are disabled.
 
     With gradients, the outputs stay sharded by class for the parallel loss.
     """
@@ -153,9 +158,9 @@ def whole_outputs_without_gradients(module: nn.Module) -> None:
 
 
 class _AddUp:
-    """Gradient hook that redistributes a DTensor gradient to its parameter's placements.
+    """Gradient hook that sums the partial gradients of a replicated DTensor parameter over processes.
 
-    Layers that process part of a sequence have partial gradients, which must be summed over processes.
+    Layers that process only a part of each sequence have such gradients.
     """
 
     def __init__(self, placements: tuple[Placement, ...]) -> None:
@@ -168,7 +173,8 @@ class _AddUp:
 
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
-    """Return the outermost module in which all patterns of a plan match, and the matches in it."""
+    """Return the outermost module in which every pattern of a plan matches, and the submodules that match."""
+    # A plan may have been written for the inner model, whose names lack up to two leading components.
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
         names = dict(root.named_modules())
@@ -184,7 +190,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """Return the error message for patterns that match no module of the best root."""
+    """Return the error message for a plan whose patterns match no module, with similar module names."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:
@@ -201,7 +207,7 @@ def _no_match(module: nn.Module, plan: Plan) -> str:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of module names. `*` matches any characters except a dot."""
+    """Compile a pattern of module names to a regular expression. `*` matches any characters except a dot."""
     return re.compile("".join("[^.]*" if piece == "*" else re.escape(piece) for piece in re.split(r"(\*)", pattern)))
 
 
@@ -218,23 +224,23 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
 
 
 def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> None:
-    """Raise `ConfigurationError` if a layer size or head count is no multiple of the number of processes."""
+    """Raise `ConfigurationError` if a layer size or a number of heads is not a multiple of `count`."""
     modules = dict(module.named_modules())
     for match in matches:
         for what, size in _split_sizes(match):
             if size % count:
                 raise ConfigurationError(
-                    f"{match.name!r} has {what} {size}, which tp={count} does not divide. Choose a tp that does, "
-                    f"change the size (the next that works is {-(-size // count) * count}), or leave it out of the "
-                    "plan.",
+                    f"{match.name!r} has {what} {size}, which is not divisible by tp={count}. Choose another tp, "
+                    f"change the size (for example to {-(-size // count) * count}), or remove it from the plan.",
                 )
         if isinstance(match.style, ColwiseParallel):
+            # A projection belongs to an attention module, which has the number of heads.
             parent = match.name.rpartition(".")[0]
             for what, size in _heads(modules[parent]):
                 if size % count:
                     raise ConfigurationError(
-                        f"{parent!r} has {what}={size}, which tp={count} does not divide, so its heads cannot be "
-                        "split over processes. Choose a tp that does.",
+                        f"{parent!r} has {what}={size}, which is not divisible by tp={count}, so its heads cannot be "
+                        "split over processes. Choose another tp.",
                     )
 
 
@@ -261,7 +267,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie the parameters that were tied before the split.
+    """Tie parameters again that were tied before a tensor-parallel plan replaced the module's parameters.
 
     Raises `ConfigurationError` if the plan places tied parameters differently.
     """
@@ -274,8 +280,9 @@ def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
         for name, parameter in parts[1:]:
             if _placement(parameter) != _placement(first):
                 raise ConfigurationError(
-                    f"{names[0]!r} and {name!r} are one tied parameter, but tp_plan places them as {_placement(first)} "
-                    f"and {_placement(parameter)}. Split both alike: an embedding by Rowwise(), its head by Colwise().",
+                    f"{names[0]!r} and {name!r} are one tied parameter, but tp_plan places them as "
+                    f"{_placement(first)} and {_placement(parameter)}. Split both in the same way: an embedding with "
+                    "Rowwise(), its head with Colwise().",
                 )
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, first)
@@ -293,7 +300,7 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Broadcast the first rank's random state over the mesh, so that dropout on replicated tensors agrees."""
+    """Copy the random state of a mesh's first rank to all its ranks, so that dropout on replicated tensors agrees."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -323,6 +330,7 @@ class CopyCheck:
         ]
         if not copies:
             return
+        # Norms suffice to detect different gradients, and need one small collective.
         norms = torch.stack([local_part(gradient).detach().float().norm() for _, gradient in copies])
         every = norms.new_empty(self._mesh.size(), len(copies))
         dist.all_gather(list(every.unbind()), norms, group=self._mesh.get_group())
@@ -332,9 +340,9 @@ class CopyCheck:
             shown = ", ".join(wrong[:6]) + (f" and {len(wrong) - 6} more" if len(wrong) > 6 else "")
             raise ConfigurationError(
                 f"The gradients of {shown} differ between the {self._mesh.size()} tensor-parallel processes, which "
-                "hold these parameters in copies that must stay the same. A module that sees a part of a sequence "
-                "belongs into tp_plan as SequenceParallel(); dropout on whole activations must draw the same numbers "
-                "on all of them, so make no generator of your own for it.",
+                "hold copies of these parameters that must stay equal. Add modules that see part of a sequence to "
+                "tp_plan as SequenceParallel(). Dropout on full activations must be equal on all processes, so do "
+                "not use a separate generator for it.",
             )
 
     def _is_split(self, parameter: Tensor) -> bool:
@@ -366,11 +374,12 @@ class LossParallel:
         self._context: AbstractContextManager[Any] | None = None
 
     def enable(self) -> None:
-        """Enable the parallel loss. Nothing changes if it is enabled already."""
+        """Make `F.cross_entropy` accept logits that are sharded by class. Does nothing if it already accepts them."""
         if self._context is not None:
             return
         self._context = loss_parallel()
         self._context.__enter__()
+        # The context has registered handlers for DTensor losses, which are wrapped to use plain ones.
         handlers = _handlers()
         for op in _FORWARD:
             handlers[op] = _with_plain_loss(handlers[op])
@@ -378,7 +387,7 @@ class LossParallel:
             handlers[op] = _from_plain_loss(handlers[op])
 
     def disable(self) -> None:
-        """Disable the parallel loss."""
+        """Undo `enable`: `F.cross_entropy` no longer accepts logits that are sharded by class."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None
@@ -400,6 +409,7 @@ def _with_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
     def backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradient, logits, *rest = args
+        # The gradient of a plain loss is plain, too, but the handler expects a DTensor.
         if not isinstance(gradient, DTensor):
             mesh = logits.device_mesh
             gradient = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -412,23 +422,23 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Layers:
-    """Splitter that leaves every layer whole, used without tensor parallelism."""
+    """Base class for tensor parallelism. It does nothing, and is used if layers are not split."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split the model's layers in place. `elsewhere` holds the ids of modules on other stages."""
+        """Split a model's tensor-parallel layers in place, except modules whose `id` is in `elsewhere`."""
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare torch and the random state for training a distributed model."""
+        """Share the random state between tensor-parallel processes, and enable the parallel loss, before training."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Check at the first optimizer step that gradients of replicated parameters agree on all processes."""
+        """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""
 
     def teardown(self) -> None:
-        """Undo the changes that `begin` made to torch."""
+        """Disable the parallel loss at the end of a run."""
 
 
 class SplitLayers(Layers):
-    """Splitter of layers over tensor-parallel processes."""
+    """Tensor parallelism that splits layers over the processes of a mesh, as a plan prescribes."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ _MEMORY = "_placed_as"
 
 
 class WholeModelPlacer:
-    """Placer that broadcasts rank 0's parameters and buffers and splits the tensor-parallel layers."""
+    """Placer of models that are not sharded: it broadcasts rank 0's weights and splits tensor-parallel layers."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class WholeModelPlacer:
         self._split_layers, self._rewrite_blocks = split_layers, rewrite_blocks
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a model is built without changes."""
+        """Return a context manager for building a model. It does nothing, because the model is not sharded."""
         return nullcontext()
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Move a model to the device and split its layers. Returns the placed model.
+        """Move a model to the device, split its tensor-parallel layers in place, and return the model.
 
         A model that was placed before with the same mesh sizes is returned as it was placed then.
         """
@@ -64,7 +64,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """Return the placed model that an earlier `prepare` created for this bare model, or None.
+    """Return the module that an earlier `prepare` made of a model, or None if the model was not prepared before.
 
     Raises `ConfigurationError` if the earlier mesh had other sizes.
     """
@@ -72,13 +72,13 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]
     raise ConfigurationError(
-        f"This model was split before, over other processes ({before}). Make a new one, and load the state of this "
-        "one into it.",
+        f"This model was split before, over other processes ({before}). Create a new model, and load the state of "
+        "this one into it.",
     )
 
 
 def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None:
-    """Store the placed model and its mesh sizes on the bare model, for `placed_before`."""
+    """Record on the user's model how it was prepared, so that a later `prepare` reuses the prepared module."""
     bare.__dict__[_MEMORY] = (model, sizes)
 
 

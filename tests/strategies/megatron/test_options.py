@@ -18,7 +18,7 @@ from drivetrain.strategies.megatron.configuration import MegatronOptions, check_
         ({"pipeline_parallel": True}, "pipeline_parallel must be a whole number of at least 1, got True"),
         ({"virtual_pipeline": 2}, "pipeline_parallel=1. Set pipeline_parallel to 2 or more"),
         ({"sequence_parallel": True}, "tensor_parallel=1. Set tensor_parallel to 2 or more"),
-        ({"recompute": "ful"}, "allowed are None, 'selective' .* and 'full'"),
+        ({"recompute": "ful"}, "Allowed: None, 'selective' .* and 'full'"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
@@ -33,10 +33,10 @@ def test_options_that_contradict_each_other_are_refused(given: dict[str, Any], m
         (
             {"tensor_parallel": 2, "pipeline_parallel": 2},
             6,
-            "tensor_parallel=2 x pipeline_parallel=2 needs .* product is one of 1, 2, 3 or 6",
+            "tensor_parallel=2 x pipeline_parallel=2 needs .* product is 1, 2, 3 or 6",
         ),
         ({"context_parallel": 3}, 4, "context_parallel=3 needs a multiple of 3"),
-        ({"expert_parallel": 3}, 4, "expert_parallel can be 1, 2 or 4"),
+        ({"expert_parallel": 3}, 4, "Set expert_parallel to 1, 2 or 4"),
         ({"pipeline_parallel": 8}, 4, "needs a multiple of 8 processes, but there are 4. Start 8"),
     ],
 )
@@ -48,9 +48,14 @@ def test_sizes_that_do_not_fit_the_processes_are_refused(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("what", "size", "parts", "message"),
     [
-        ("num_layers", 6, 4, "num_layers=6 is no multiple of p, 4. p can be 1, 2, 3 or 6; or set num_layers to 4 or 8"),
-        ("num_attention_heads", 5, 2, "p can be 1 or 5; or set num_attention_heads to 4 or 6"),
-        ("num_query_groups", 1, 2, "p can be 1; or set num_query_groups to 2"),
+        (
+            "num_layers",
+            6,
+            4,
+            "num_layers=6 is not a multiple of p, 4. p can be 1, 2, 3 or 6, or set num_layers to 4 or 8",
+        ),
+        ("num_attention_heads", 5, 2, "p can be 1 or 5, or set num_attention_heads to 4 or 6"),
+        ("num_query_groups", 1, 2, "p can be 1, or set num_query_groups to 2"),
     ],
 )
 def test_sizes_of_the_model_are_named_with_what_would_fit(what: str, size: int, parts: int, message: str) -> None:

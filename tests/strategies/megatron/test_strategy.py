@@ -213,20 +213,20 @@ class NoModel(GPT):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
-    "layers": ({"pipeline_parallel": 2}, lambda: GPT(num_layers=3), {}, "num_layers=3 is no multiple of pipeline_par"),
+    "layers": ({"pipeline_parallel": 2}, lambda: GPT(num_layers=3), {}, "num_layers=3 is not a multiple of pipeline"),
     "interleaved layers": (
         {"pipeline_parallel": 2, "virtual_pipeline": 3},
         GPT,
         {},
-        "num_layers=4 is no multiple of pipeline_parallel x virtual_pipeline, 6",
+        "num_layers=4 is not a multiple of pipeline_parallel x virtual_pipeline, 6",
     ),
     "heads": (
         {"tensor_parallel": 2},
         lambda: GPT(num_attention_heads=1),
         {},
-        "num_attention_heads=1 is no multiple of tensor_parallel, 2. tensor_parallel can be 1; or set",
+        "num_attention_heads=1 is not a multiple of tensor_parallel, 2. tensor_parallel can be 1, or set",
     ),
-    "query groups": ({"tensor_parallel": 2}, lambda: GPT(num_query_groups=1), {}, "num_query_groups=1 is no multiple"),
+    "query groups": ({"tensor_parallel": 2}, lambda: GPT(num_query_groups=1), {}, "num_query_groups=1 is not a mul"),
     "vocabulary": (
         {"tensor_parallel": 2},
         lambda: GPT(vocabulary=47),
@@ -244,12 +244,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         {},
         lambda: GPT(num_moe_experts=2, calculate_per_token_loss=True),
         {},
-        "not weighed per token",
+        "not weighted per token",
     ),
     "another task": ({}, Plain, {}, "Plain is not a MegatronTask.*Subclass drivetrain.MegatronTask.*Parallel"),
-    "an unusual optimizer": ({}, Unusual, {}, "own Adam, AdamW and SGD, not with Adagrad"),
-    "SGD, spread": ({}, Scheduled, {}, "cannot spread the state of SGD.*distributed_optimizer=False"),
-    "parameters left out": ({}, LeavesOut, {}, "leaves out .* parameters that take gradients"),
+    "an unusual optimizer": ({}, Unusual, {}, "own AdamW, Adam or SGD, not with Adagrad"),
+    "SGD, spread": ({}, Scheduled, {}, "cannot shard the state of SGD.*distributed_optimizer=False"),
+    "parameters left out": ({}, LeavesOut, {}, "leaves out .* trainable parameters"),
     "a step without a loss": ({}, NoModel, {}, "NoModel.training_step returned no loss"),
     "a field that is not there": ({"transformer": {"hiden_dropout": 0.1}}, GPT, {}, "hidden_dropout"),
     "64 bits": ({}, GPT, {"precision": "64"}, "precision='64' cannot run.*Use '32', 'bf16' or 'fp16'"),
@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         {"pipeline_parallel": 2, "virtual_pipeline": 2},
         GPT,
         {"samples": ROWS + 3},
-        r"shapes \[\(3, 16\), \(4, 16\)\], but virtual_pipeline on two stages",
+        r"shapes \[\(3, 16\), \(4, 16\)\], but virtual_pipeline with two stages",
     ),
     "two norms": ({"gradient_clipping": 1.0}, GPT, {}, "contradicts the loop, which clips to 0.5"),
 }
@@ -328,4 +328,4 @@ def test_it_is_refused_elsewhere() -> None:
     assert "needs CUDA GPUs" in found["the CPU"]
     assert "GPT is a MegatronTask" in found["another strategy"]
     assert "Linear is not built from megatron-core's layers" in found["another model"]
-    assert "GPT is a MegatronTask, whose steps a Trainer runs" in found["a task in a raw loop"]
+    assert "GPT is a MegatronTask, whose steps need a Trainer" in found["a task in a raw loop"]

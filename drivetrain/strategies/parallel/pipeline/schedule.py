@@ -59,7 +59,7 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """Return the pipeline schedule with this name and its number of stages on each process.
+    """Look up a pipeline schedule by name. Returns the schedule and its number of stages on each process.
 
     Raises `ConfigurationError` if the name is unknown or the schedule does not support the number.
     """
@@ -73,19 +73,20 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
     if count < 1 or (kind.allowed is not None and count not in kind.allowed):
         allowed = "at least 1" if kind.allowed is None else " or ".join(map(str, kind.allowed))
         raise ConfigurationError(
-            f"pp_schedule={kind.name!r} runs {allowed} stage(s) on each process, got pp_stages_per_rank={stages}.",
+            f"pp_schedule={kind.name!r} supports {allowed} stage(s) on each process, got pp_stages_per_rank={stages}.",
         )
     return kind, count
 
 
 def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
-    """Return the rank, within the pipeline, of the process that holds a stage."""
+    """Return the rank within the pipeline of the process that holds a stage, under the given schedule."""
+    # In a V, every second round passes through the processes in reverse.
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if kind.folded and turn % 2 else place
 
 
 class ScheduledStage(_PipelineStageBase):
-    """Pipeline stage for torch's schedules whose micro-batches may differ in their tensors' shapes."""
+    """Pipeline stage for torch's schedules that accepts micro-batches with different tensor shapes."""
 
     def __init__(
         self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
@@ -95,7 +96,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Allocate receive buffers for the micro-batches of a step, in the shapes of their routes."""
+        """Allocate receive buffers for the micro-batches of the next step, in the shapes that their routes list."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -127,13 +128,13 @@ class ScheduledStage(_PipelineStageBase):
         return self.stage_index_to_group_rank[stage] == self.group_rank
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send a micro-batch's gradients, in the micro-batch's own shapes."""
+        # Torch would use the shapes of the first micro-batch for all.
         if self._inputs:
             self._stage_meta.input_grads = tuple(_gradient(meta) for meta in self._inputs[bwd_chunk_id])
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Set gradients received from a stage of this process. Missing gradients become zeros."""
+        # The next stage is on this process, and has no gradient for an input that it does not use.
         shapes = self._outputs[mb_index]
         filled = tuple(
             torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
@@ -144,27 +145,26 @@ class ScheduledStage(_PipelineStageBase):
         super().set_local_bwd_input(filled, mb_index)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Skip torch's exchange of shapes, because `expect` has allocated all buffers."""
+        """Skip torch's exchange of tensor shapes, because all receive buffers are already allocated."""
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Skip torch's exchange of shapes, because `expect` has allocated all buffers."""
+        """Skip torch's exchange of tensor shapes, because all receive buffers are already allocated."""
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return operations that connect to neighbouring stages once, if communicators are created at first use."""
+        # Neighbouring stages on one process need no connection.
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 def _metas(route: Route, stage: int) -> tuple[Any, ...]:
-    """Return the tensors that a stage receives, as meta tensors."""
     return tuple(_meta(tensor) for tensor in route.cuts[stage].tensors) if stage else ()
 
 
 def _meta(tensor: TensorShape) -> Any:
-    # Gradients are asked for wherever there can be some: which parameters are frozen is not known of other processes.
+    # Every floating-point tensor gets a gradient, because other processes' frozen parameters are not known.
     stride = torch.empty(tensor.shape, device="meta").stride()
     return _TensorMeta(torch.Size(tensor.shape), stride, tensor.dtype, tensor.dtype.is_floating_point)
 
@@ -174,7 +174,7 @@ def _gradient(meta: Any) -> Any:
 
 
 class Scheduler:
-    """Runs the stages of this process over windows of micro-batches."""
+    """Runner of the pipeline stages on this process, in the order that a schedule of torch prescribes."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
         self._kind = kind
@@ -184,8 +184,9 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward for all micro-batches of a window."""
+        """Run forward and backward for the micro-batches of one step, each with its route and keyword arguments."""
         schedule = self._schedule(len(routes))
+        # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
             for stage in self._stages:
                 stage.expect(routes)
@@ -227,22 +228,22 @@ class Scheduler:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    f"pp_schedule={self._kind.name!r} cannot run {count} micro-batches over {ranks} processes (they "
-                    f"must be a multiple of {rounds}); such windows run as 'looped_bfs'. Choose "
-                    "accumulate_grad_batches as a multiple of pp."
+                    f"pp_schedule={self._kind.name!r} cannot run {count} micro-batches over {ranks} processes, "
+                    f"because it needs a multiple of {rounds}. These steps run as 'looped_bfs'. Make "
+                    "accumulate_grad_batches a multiple of pp."
                 )
             name = "ScheduleLoopedBFS"
         return getattr(torch_schedules, name)(self._stages, count, **options)
 
 
 def _loss(output: Tensor, target: Any) -> Tensor:
-    """Return the output unchanged, because the last stage's output already is the loss."""
+    """Return the output, which already is the loss. Torch's schedules call this function as their loss function."""
     return output
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's printout of the full schedule when a micro-batch fails."""
+    """Silence the logger of torch's schedules within the context. It prints the full schedule on every failure."""
     noisy = logging.getLogger(torch_schedules.__name__)
     before = noisy.disabled
     noisy.disabled = True
@@ -253,7 +254,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the original exception of a stage inside torch's wrappers."""
+    """Return the exception that a pipeline stage raised, without the exceptions that torch wraps around it."""
     wrapped = ("failed to run forward", "Failed to run stage backward")
     while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
         error = error.__cause__
@@ -265,7 +266,15 @@ def _first_cause(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Options of a pipeline."""
+    """Options of pipeline parallelism, which `Parallel` accepts with the prefix `pp_`.
+
+    Attributes:
+        module: Name of the submodule that is split. None selects the one with most parameters.
+        split: Names of the modules at which stages 1, 2, ... begin. `"auto"` chooses them by size.
+        place: Stages of modules or parameters, by name, that differ from the order of registration.
+        schedule: Name of the schedule.
+        stages_per_rank: Number of stages on each process. None uses the schedule's default.
+    """
 
     module: str | None = None
     split: str | Sequence[str] = "auto"
@@ -275,7 +284,10 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Create the options from the `pp_...` arguments of `Parallel`."""
+        """Create pipeline options from the `pp_` arguments of `Parallel`, whose names lack the prefix.
+
+        Raises `ConfigurationError` if a name is unknown.
+        """
         allowed = [f"pp_{field.name}" for field in fields(cls)]
         for name in given:
             if f"pp_{name}" not in allowed:
@@ -290,13 +302,16 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """Return how stages are assigned to this number of processes."""
+        """Return the assignment of pipeline stages to `ranks` processes.
+
+        Raises `ConfigurationError` if `split` lists another number of stages.
+        """
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:
             raise ConfigurationError(
-                f"pp_split names {len(self.split)} modules, which makes {len(self.split) + 1} stages, but pp={ranks} x "
-                f"{per_rank} stages on each process are {stages.count}.",
+                f"pp_split names {len(self.split)} modules, which makes {len(self.split) + 1} stages, but pp={ranks} "
+                f"x {per_rank} stages on each process is {stages.count}.",
             )
         return stages
 
@@ -311,31 +326,31 @@ class StageRanks:
 
     @property
     def count(self) -> int:
-        """The total number of stages."""
+        """Total number of pipeline stages."""
         return self.ranks * self.per_rank
 
     @property
     def all(self) -> list[int]:
-        """The rank that holds each stage."""
+        """Ranks within the pipeline that hold stages 0, 1, 2 and so on, as a list."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property
     def last(self) -> int:
-        """The rank with the last stage, which computes losses."""
+        """Rank within the pipeline of the process with the last stage, which computes losses."""
         return self.rank_of(self.count - 1)
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that holds a stage."""
+        """Return the rank within the pipeline of the process that holds a stage."""
         return rank_of_stage(self.kind, stage, self.ranks)
 
     def held_by(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds."""
+        """Return the indices of the pipeline stages that a rank holds."""
         return [stage for stage in range(self.count) if self.rank_of(stage) == rank]
 
 
 @dataclass(frozen=True)
 class PipelineGroup:
-    """This process within the process group of its pipeline."""
+    """Process group of a pipeline, with this process's rank in the group and the ranks of all stages."""
 
     group: dist.ProcessGroup
     rank: int
@@ -343,9 +358,9 @@ class PipelineGroup:
 
     @property
     def own(self) -> list[int]:
-        """The stages that this process holds."""
+        """Indices of the pipeline stages that this process holds."""
         return self.stages.held_by(self.rank)
 
     def holds(self, stage: int) -> bool:
-        """Return True if this process holds a stage."""
+        """Return True if this process holds the pipeline stage with this index."""
         return self.stages.rank_of(stage) == self.rank

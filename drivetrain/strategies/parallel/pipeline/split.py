@@ -25,7 +25,7 @@ class StageLayout:
     """Assignment of a module's parameters and submodules to pipeline stages.
 
     Modules must be registered in the order in which the forward uses them. A module then belongs to the stage whose
-    first module was registered last before it. `placed` can assign modules explicitly.
+    first module was registered last before it. `pp_place` can assign modules explicitly.
 
     Attributes:
         splits: Names of the first modules of stages 1, 2, ...
@@ -41,38 +41,45 @@ class StageLayout:
 
     @property
     def count(self) -> int:
-        """The number of stages."""
+        """Number of pipeline stages."""
         return len(self.splits) + 1
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """Return the name of the child module with most of the parameters, which is split into stages."""
+    """Return the name of the submodule to split into stages: `name`, or the child with most of the parameters.
+
+    Raises `ConfigurationError` if there is no module `name`, or no child has more than half of the parameters.
+    """
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
             raise ConfigurationError(
-                f"pp_module={name!r} is no module of {type(model).__name__}. It has: "
+                f"pp_module={name!r} is not a module of {type(model).__name__}. It has: "
                 f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}",
             )
         return name
     sizes = {path: _size(child) for path, child in model.named_children()}
     largest = max(sizes, key=lambda path: sizes[path], default="")
     if not largest or not sizes[largest]:
-        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to spread over stages.")
+        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to split into stages.")
     if 2 * sizes[largest] > _size(model):
-        # A list is never called: the model itself goes through its blocks.
+        # A list is never called itself: the model's own forward calls its blocks.
         return "" if isinstance(model.get_submodule(largest), nn.ModuleList | nn.ModuleDict) else largest
     holders = ", ".join(path for path, size in sizes.items() if size)
     raise ConfigurationError(
-        f"{type(model).__name__} has several modules with parameters: {holders}. Say which one is spread over stages, "
-        'with pp_module= ("" for the whole, if its steps call self(...)), or put all into one module that they call.',
+        f"{type(model).__name__} has several modules with parameters: {holders}. Choose the one to split into stages "
+        'with pp_module ("" for all, if its steps call self(...)), or combine them in one module that the steps call.',
     )
 
 
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Return names of modules at which stages begin, so that stages hold similar numbers of parameters."""
+    """Choose the modules at which stages 1, 2, ... begin, so that stages have similar numbers of parameters.
+
+    The modules are blocks of the largest `ModuleList` or `Sequential`, or modules of the given classes. Returns their
+    names. Raises `ConfigurationError` if there are too few of them.
+    """
     if classes:
         return _splits_between(module, count, classes)
     lists = {
@@ -82,8 +89,8 @@ def choose_splits(
     }
     if not lists:
         raise ConfigurationError(
-            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to spread over {count} stages. Name "
-            f"the modules that stages begin with: {argument}=[...].",
+            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to split into {count} stages. Name "
+            f"the modules with which stages begin: {argument}=[...].",
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -92,15 +99,15 @@ def choose_splits(
     blocks = list(lists[path].named_children())
     if len(blocks) < count:
         raise ConfigurationError(
-            f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (processes along "
-            f"pp x pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...].",
+            f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (pp x "
+            f"pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...].",
         )
     begins = _even_begins([_size(block) for _, block in blocks], count)
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """Return the largest list of blocks, and the largest other list that does not contain it or lie within it."""
+    """Return the names of the largest list of blocks and of the largest list that does not overlap with it."""
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -108,7 +115,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Return module names at which stages begin, if each stage must begin with one of the given classes."""
+    """Choose the modules of the given classes at which stages begin, so that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -122,7 +129,7 @@ def _splits_between(
         hint = f" It has no {unknown[0]!r}.{nearest(unknown[0], found)}" if unknown else ""
         raise ConfigurationError(
             f"{type(module).__name__} has {len(names)} modules of the classes {list(classes)}, too few for {count} "
-            f"stages.{hint} Name classes of blocks that repeat, or the modules that stages begin with.",
+            f"stages.{hint} Name classes of blocks that repeat, or the modules with which stages begin.",
         )
     return tuple(names[begin] for begin in _even_begins(sizes, count))
 
@@ -130,7 +137,17 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Assign every parameter, buffer and submodule to a stage."""
+    """Assign each parameter, buffer and submodule of a module to a pipeline stage.
+
+    Args:
+        module: The module to split.
+        splits: Names of the modules at which stages 1, 2, ... begin.
+        placed: Stages of modules or parameters, by name, that differ from the order of registration.
+        argument: The name of the option for `splits`, for error messages.
+
+    Raises:
+        ConfigurationError: A name is unknown or out of order, or two stages would share a parameter.
+    """
     count = len(splits) + 1
     _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _walk(module, splits)}
@@ -147,7 +164,7 @@ def lay_out(
 
 
 def is_within(name: str, path: str) -> bool:
-    """Return True if a dotted name is `path` or lies below it."""
+    """Return True if a dotted module name is `path` itself or lies below it. An empty path contains all names."""
     return not path or name == path or name.startswith(f"{path}.")
 
 
@@ -156,13 +173,13 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
     for name in splits:
         if name not in known or not name:
             raise ConfigurationError(
-                f"{argument} names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} "
+                f"{argument} names {name!r}, which is not a module of {type(module).__name__}.{nearest(name, known)} "
                 "Names are relative to the module that is split.",
             )
         if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
-                f"{argument} names {name!r}, a container that is never called. Name the block in it that a stage "
-                f"begins with, such as {name}.0.",
+                f"{argument} names {name!r}, a container that is never called. Name the block in it with which a "
+                f"stage begins, such as {name}.0.",
             )
     order = [known.index(name) for name in splits]
     if order != sorted(set(order)):
@@ -172,7 +189,7 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
 
 
 def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield each parameter and buffer in registration order, with its stage, and True if it is a parameter."""
+    """Yield the name of each parameter and buffer, its stage, and whether it is a parameter."""
     stage = 0
 
     def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
@@ -200,13 +217,15 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
         if owners[other] != owners[name]:
             raise ConfigurationError(
                 f"{other} and {name} are one parameter, but stages {owners[other]} and {owners[name]} would each hold "
-                "it. A pipeline needs them apart: untie them, place both on one stage with pp_place=, or use another "
-                "strategy.",
+                "it. Untie them, place both on one stage with pp_place, or use another strategy.",
             )
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Return the stage of each submodule whose parameters belong to one stage and in which no other stage begins."""
+    """Return the stage of each submodule that lies completely within one stage, by the submodule's name.
+
+    Its parameters belong to one stage, and no other stage begins inside it.
+    """
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -218,8 +237,12 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 
 
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
-    """Split sizes into `count` runs with the smallest possible maximum. Returns where runs 1, 2, ... begin."""
+    """Divide sizes into `count` consecutive runs so that the largest run is as small as possible.
+
+    Returns the indices at which runs 1, 2, ... begin.
+    """
     total = len(sizes)
+    # best[end, runs] divides sizes[:end]: the largest run, the sum of squared runs as a tie-breaker, the beginnings.
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
     for runs in range(1, count + 1):
         for end in range(runs, total - (count - runs) + 1):
@@ -242,7 +265,7 @@ def _size(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Shape, dtype and gradient flag of a tensor that a stage receives."""
+    """Shape and dtype of a tensor that a pipeline stage receives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -250,7 +273,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Identifies one tensor in the output of a module of some stage.
+    """Identifier of one tensor in the output of one call of a module.
 
     Attributes:
         module: The module's name.
@@ -265,7 +288,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Values that earlier stages send to a stage.
+    """Values that a pipeline stage receives from earlier stages.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -285,7 +308,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Plan for running all stages on arguments of given shapes.
+    """Plan by which pipeline stages run a forward pass on arguments of given shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -298,7 +321,7 @@ class Route:
 
 
 class ModelOutline:
-    """Copy of a model without weights, used to find which values pass between stages.
+    """Copy of a model without weights, whose forward shows which values pass between pipeline stages.
 
     Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
     first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
@@ -311,14 +334,14 @@ class ModelOutline:
         self._layout = layout
         self._device = device
         self._name = type(module).__name__
-        # What is missing has no shape either, so that a model may hold plain tensors besides its parameters.
+        # Allow ordinary tensors too, because a model may have tensors that are neither parameters nor buffers.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._owner_of: dict[int, tuple[int, str]] = {}
         self._skeleton = self._copy(module)
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Copy the modules with parameters and buffers on the meta device."""
+        """Copy a module with fake tensors, which have shapes but no values, as its parameters and buffers."""
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
@@ -332,12 +355,15 @@ class ModelOutline:
             return copy.deepcopy(module, memo)
         except Exception as error:
             raise ConfigurationError(
-                f"{self._name} cannot be copied, which is how its stages are found: {type(error).__name__}: {error}. "
-                "Keep what cannot be copied out of the module that is split.",
+                f"{self._name} cannot be copied, which is necessary to find its stages: {type(error).__name__}: "
+                f"{error}. Move what cannot be copied out of the module that is split.",
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Run the forward on shapes only, and return the plan for the stages."""
+        """Run the forward on shapes only, and return the plan by which the pipeline stages run it.
+
+        Raises `ConfigurationError` if the forward depends on values of tensors, or cannot be split at these stages.
+        """
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:
@@ -351,7 +377,7 @@ class ModelOutline:
                 raise
             except Exception as error:
                 raise ConfigurationError(
-                    f"The forward of {self._name} cannot be run on shapes alone, which is how its stages are found: "
+                    f"The forward of {self._name} cannot run on shapes alone, which is necessary to find its stages: "
                     f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors.",
                 ) from error
             finally:
@@ -363,7 +389,7 @@ class ModelOutline:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
-        """Register hooks that trace calls of relevant modules. Returns functions that remove the hooks."""
+        """Register hooks that trace the forward. Returns functions that remove the hooks."""
         removals: list[Callable[[], None]] = []
         for stage, name in enumerate(self._layout.splits, start=1):
             module = self._modules[name]
@@ -379,7 +405,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a value in the traced forward.
+    """Origin of a value in a traced forward: the stage and the module outputs from which it was computed.
 
     Attributes:
         stage: The stage that computed it.
@@ -394,21 +420,26 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Call of a stage's first module: its arguments, and which of them depend on parameters."""
+    """Arguments with which a traced forward called the first module of a pipeline stage.
+
+    Attributes:
+        places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
+        received: The tensors that the stage must receive.
+    """
 
     places: list[int | None]
     received: list[Tensor]
 
 
 class _Trace(TorchDispatchMode):
-    """Dispatch mode that records which stage's parameters each value depends on."""
+    """Dispatch mode that records the pipeline stage and the module outputs from which each value was computed."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._layout, self._owner_of = name, layout, owner_of
         self._stage = 0
         self._made_in = WeakTensorKeyDictionary()
-        self._drawn = WeakTensorKeyDictionary()  # at random, apart from parameters
+        self._drawn = WeakTensorKeyDictionary()  # random values that do not depend on parameters
         self._open: list[str] = []
         self._calls: dict[str, int] = {}
         self._entries: dict[int, _Entry] = {}
@@ -428,11 +459,13 @@ class _Trace(TorchDispatchMode):
             if id(leaf) in self._owner_of:
                 owner, name = self._owner_of[id(leaf)]
                 self._check_parameter(owner, name)
+                # Later stages do not have this parameter, and cannot compute the value from what they receive.
                 origins.append(_Origin(self._stage, lost=f"was computed from {name} outside of its module"))
             elif leaf in self._made_in:
                 self._use(self._made_in[leaf], f"by {func}")
                 origins.append(self._made_in[leaf])
         output = func(*args, **kwargs)
+        # Arguments that an in-place operation writes to are results as well.
         changed = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if _is_written(a)]
         results = [leaf for leaf in pytree.tree_leaves((output, changed)) if isinstance(leaf, Tensor)]
         for leaf in results if changed else ():
@@ -451,13 +484,13 @@ class _Trace(TorchDispatchMode):
     def _check_parameter(self, owner: int, name: str) -> None:
         if owner != self._stage:
             raise ConfigurationError(
-                f"{self._name} uses {name} in stage {self._stage}, but it was placed on stage {owner}, by the order in "
-                f"which modules are registered. Register it where it is used, or say pp_place={{{name!r}: "
-                f"{self._stage}}}; a parameter that two stages use cannot be split.",
+                f"{self._name} uses {name} in stage {self._stage}, but the order in which modules are registered "
+                f"places it on stage {owner}. Register it where it is used, or set pp_place={{{name!r}: "
+                f"{self._stage}}}. A parameter that two stages use cannot be split.",
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Mark that the module outputs behind a value must be sent to this stage."""
+        """Record that the current stage uses a value of an earlier stage, so that module outputs behind it are sent."""
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -468,14 +501,14 @@ class _Trace(TorchDispatchMode):
 
     def _refuse(self, made_in: int, used_in: int, where: str, why: str) -> None:
         raise ConfigurationError(
-            f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage hands over "
-            f"arguments of {self._layout.splits[used_in - 1]}, the first module of the next one, and what modules "
-            "return: pass it through the blocks, compute it in a module, or split elsewhere with "
+            f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage can send "
+            f"only arguments of {self._layout.splits[used_in - 1]}, the first module of the next stage, and outputs "
+            "of modules. Pass the value through the blocks, compute it in a module, or split elsewhere with "
             f"{self._layout.argument}=[...].",
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
-        """Return a hook for a stage's first module that records its arguments and those to be sent."""
+        """Return a forward pre-hook for a stage's first module that records which arguments must be received."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_entry(stage, name)
@@ -492,9 +525,10 @@ class _Trace(TorchDispatchMode):
                     entry.received.append(leaf)
                 entry.places.append(numbers[id(leaf)])
             if not entry.received:
-                raise ConfigurationError(f"{name} receives nothing from the stage before it, so none can begin there.")
+                raise ConfigurationError(f"{name} receives nothing from the previous stage, so none can begin there.")
             self._entries[stage] = entry
             self._stage = stage
+            # Values of earlier stages enter this one only through received tensors, which have no history.
             fresh = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in entry.received]
             for tensor in fresh:
                 self._made_in[tensor] = _Origin(stage, lost=f"is an argument of {name}")
@@ -507,17 +541,17 @@ class _Trace(TorchDispatchMode):
         if self._stage != stage - 1:
             order = list(self._layout.splits)
             raise ConfigurationError(
-                f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
+                f"{self._name} must call the first modules of its stages once each and in this order: {order}. But "
                 f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
             )
         if _is_checkpointed():
             raise ConfigurationError(
-                f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which "
-                "would run it again on other values. Checkpoint inside the block, or let the strategy do it.",
+                f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which would "
+                "run it again with other values. Use checkpoints inside the block, or let the strategy do it.",
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks around a module of one stage that record its output for later stages."""
+        """Return a forward pre-hook and a forward hook that record a module's outputs for later stages."""
         owner = self._layout.modules[name]
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -528,15 +562,17 @@ class _Trace(TorchDispatchMode):
             number = self._calls[name] = self._calls.get(name, -1) + 1
             shapes = pytree.tree_map_only(Tensor, _shape, output)
             for stage in range(owner + 1, self._layout.count):
+                # A stage replaces an enclosing module of another stage as a whole, and does not call modules within.
                 if not any(self._layout.modules[outer] != stage for outer in self._open):
                     self.route.stand_ins[stage].setdefault(name, []).append(shapes)
+            # Only the outermost module's output is visible to the rest of the model.
             if not self._open:
                 self._record_returned(name, number, owner, output)
 
         return begin, end
 
     def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        """Record that a module's output can be sent to later stages."""
+        """Record the tensors in a module's output as values that later stages can receive."""
         stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
         lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
         for index, leaf in enumerate(pytree.tree_leaves(output)):
@@ -547,11 +583,11 @@ class _Trace(TorchDispatchMode):
                 self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
-        """Check that all stages were reached, and determine the values that each receives."""
+        """Check that the forward reached all stages, and determine what each stage receives from earlier ones."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
-                f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
-                f"Split elsewhere with {self._layout.argument}=[...].",
+                f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "
+                f"elsewhere with {self._layout.argument}=[...].",
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf in self._made_in:
@@ -566,7 +602,7 @@ class _Trace(TorchDispatchMode):
         return self._layout.modules[returned.module]
 
     def _cut(self, stage: int, entry: _Entry) -> Cut:
-        """Return the values to send to a stage. A tensor that is also an argument is sent once."""
+        """Return the values that a stage receives. An argument that is also a module's output is sent only once."""
         passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
         returned: list[Returned | None] = []
         shapes: list[TensorShape] = []
@@ -579,7 +615,7 @@ class _Trace(TorchDispatchMode):
         return Cut(len(entry.places), tuple(entry.places), tensors, (*returned, *besides))
 
 
-# What these return does not depend on the values that they are given.
+# Operations whose result depends only on the shapes of their arguments.
 _OF_SHAPES_ONLY = {
     *(getattr(torch.ops.aten, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
     *(getattr(torch.ops.aten, f"new_{name}") for name in ("empty", "zeros", "ones", "full")),
@@ -609,9 +645,10 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """Return the cache key of a route: shapes and dtypes of tensors, and all other argument values."""
+    """Return a cache key for the route of a call: tensor shapes and dtypes, other arguments, training mode."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
+    # Autocast changes the dtypes of the tensors that stages exchange.
     autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return spec, known, training, autocast
 

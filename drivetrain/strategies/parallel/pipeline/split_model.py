@@ -31,7 +31,7 @@ _MEMORY = "_pipelined"
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A task with one module that is split over pipeline stages.
+    """Task with a module whose layers are split over pipeline stages.
 
     Attributes:
         bare: The task.
@@ -61,7 +61,7 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Split a task over the pipeline's stages. Returns the split model.
+        """Split a module of a task into pipeline stages, and return the task as a split model.
 
         Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
         """
@@ -78,24 +78,24 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the split that an earlier trainer stored on a task, bound to the new process group.
+        """Return the split model that an earlier trainer stored on a task, for use with a new process group.
 
         Raises `ConfigurationError` if the pipeline options differ from the earlier ones.
         """
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
-                "This model was spread over stages before, with other options of the pipeline, and parts of it are "
-                "elsewhere. Make a new one, and load the state of this one into it.",
+                "This model was split into stages before, with other pipeline options, and parts of it are on other "
+                "processes. Create a new model, and load the state of this one into it.",
             )
         return replace(split, stage_state=split.stage_state.among(place.group))
 
     def remember(self) -> None:
-        """Store the split on the task, so that a later trainer finds it."""
+        """Store the split model on the task, so that a later trainer can reuse the split."""
         self.bare.__dict__[_MEMORY] = _Memory(self)
 
     def put_back(self) -> None:
-        """Put the parameters of this process's stages back into the original model."""
+        """Put this process's stage parameters back into the original model, after sharding has replaced them."""
         for module in self.modules:
             module.put_back()
 
@@ -115,17 +115,18 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
     outside = [n for n, p in bare.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise ConfigurationError(
-            f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is "
-            "spread over stages and sharded. Move it in there, or use a pipeline without data parallelism.",
+            f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is split into "
+            "stages and sharded. Move it inside, or use a pipeline without data parallelism.",
         )
 
 
 class _Memory:
-    """Holder of a task's split that is emptied when the task is copied or pickled."""
+    """Container for a task's split model. Copying or pickling the task yields an empty container."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
 
+    # A copy of the task has no stages yet, and is split on its own.
     def __reduce__(self) -> Any:
         return _Memory, ()
 
@@ -138,14 +139,14 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Signal that ends a step as soon as the step calls the split module.
+    """Signal that ends a task's step as soon as the step calls the module that is split into stages.
 
     It is no `Exception`, so that a step's own `except Exception` does not catch it.
     """
 
 
 class ModelCalls:
-    """Interceptor of forward calls to the split module."""
+    """Interceptor of forward calls to a module that is split over pipeline stages."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -158,8 +159,8 @@ class ModelCalls:
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         if self._answer is None:
             raise ConfigurationError(
-                f"{self.name} is spread over {self._stages} stages, so it can only be called within "
-                "training_step, validation_step, test_step and predict_step, once in each.",
+                f"{self.name} is split into {self._stages} stages, so it can only be called within training_step, "
+                "validation_step, test_step and predict_step, and only once in each.",
             )
         # Reset first: a second call in one step must raise, because stages run once a step.
         answer, self._answer = self._answer, None
@@ -167,7 +168,7 @@ class ModelCalls:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Pass the next call of the split module to the function `answer` while the context is active."""
+        """Let the function `answer` handle the next forward call of the split module, within the context."""
         self._answer = answer
         try:
             yield
@@ -176,20 +177,19 @@ class ModelCalls:
 
     @property
     def was_called(self) -> bool:
-        """True if the split module was called since `answered` was entered."""
+        """True if the split module was called since the context of `answered` was entered."""
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its route through the stages.
+        """Return a call of the split module together with the plan by which the stages run it.
 
         Raises `ConfigurationError` if an argument requires gradients.
         """
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(
-                    f"An argument of {self.name} requires gradients, so it was computed from "
-                    "parameters outside of it, where a pipeline has no stage. Move that computation into the module "
-                    "that is split.",
+                    f"An argument of {self.name} requires gradients, so it was computed from parameters outside of "
+                    "it, where a pipeline has no stage. Move this computation into the module that is split.",
                 )
         return Call(args, kwargs, self._route(args, kwargs))
 
@@ -204,5 +204,5 @@ class ModelCalls:
         return self._routes[key]
 
     def close(self) -> None:
-        """Stop intercepting calls of the split module. Parameters of other stages stay on the meta device."""
+        """Stop intercepting forward calls of the split module. Parameters of other stages stay on the meta device."""
         self.split.whole.__dict__.pop(CALL, None)

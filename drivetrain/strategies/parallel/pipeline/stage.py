@@ -31,14 +31,14 @@ from drivetrain.strategies.parallel.pipeline.split import (
     signature_of,
 )
 
-# What a module's call runs in place of its hooks and forward; `nn.Module.compile` sets it too.
+# Attribute whose function a module's call runs in place of hooks and forward. `nn.Module.compile` sets it, too.
 CALL = "_compiled_call_impl"
 _MOST_BLANKS = 16
 
 
 @dataclass
 class Call:
-    """One call of the pipelined module by a task's step.
+    """Arguments of one call of the split module by a task's step, with the plan by which the stages run it.
 
     Attributes:
         args: Positional arguments.
@@ -54,7 +54,10 @@ class Call:
 
 
 class _Reached(BaseException):
-    """Raised when the next stage's first module is called. Not an `Exception`, which a forward might catch."""
+    """Signal that ends a stage's forward when it calls the first module of the next stage.
+
+    It is no `Exception`, so that a forward's own `except Exception` does not catch it.
+    """
 
     def __init__(self, handed_over: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -63,13 +66,13 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class _Unregistered:
-    """Reference to a module that is not registered as a child of the module that holds it."""
+    """Reference to a module, so that `nn.Module` does not register the module as a child."""
 
     module: nn.Module
 
 
 class StageModule(nn.Module):
-    """Modules of one stage, with a forward that runs the full model but computes only this stage.
+    """Module with the parameters of one pipeline stage, whose forward computes only this stage of the model.
 
     Sharding and compilation are applied to this module. Its parameters are those of the stage.
     """
@@ -96,15 +99,15 @@ class StageModule(nn.Module):
         self._register_parts(names)
 
     def _register_parts(self, names: Mapping[str, nn.Module]) -> None:
-        """Register the stage's outermost modules, and parameters of modules that several stages share."""
         for name, part in names.items():
             outer = [path for path in self.layout.modules if path and name.startswith(f"{path}.")]
             if outer:
-                continue
+                continue  # registered with the module around it
             if name in self.layout.modules:
                 if self.layout.modules[name] == self.stage:
                     self.add_module(_flat(name), part)
                 continue
+            # Several stages run this module, and each registers only its own parameters of it.
             prefix = f"{name}." if name else ""
             for key, parameter in part._parameters.items():
                 if parameter is None:
@@ -117,33 +120,40 @@ class StageModule(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """True if the stage computes the model's output."""
+        """True if this is the last pipeline stage, which computes the model's output."""
         return self.stage == self.layout.count - 1
 
     def put_back(self) -> None:
-        """Set this module's parameters on the original model again, for example after sharding replaced them."""
+        """Set the stage's parameters on the original model again, for example after sharding has replaced them."""
         for own, name in self._loose.items():
             module, key = self._slot(name)
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Compute this stage's part of the model."""
+        """Compute one pipeline stage. Returns the tensors for the next stage, or the output of the last stage.
+
+        Args:
+            *received: The tensors from earlier stages.
+            inputs: The arguments and keyword arguments of the model.
+            call: The call of the model, with its plan for the stages.
+        """
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
+                # The model's own calls are intercepted, which `_call_impl` bypasses.
                 output = module._call_impl(*inputs[0], **inputs[1])  # type: ignore[no-untyped-call]
         except _Reached as reached:
             return reached.handed_over
         if not self.is_last:
             raise ConfigurationError(
-                f"{type(module).__name__} did not call {self.layout.splits[self.stage]}, which the next stage begins "
-                "with. Its forward must take the same way through the blocks for inputs of the same shapes.",
+                f"{type(module).__name__} did not call {self.layout.splits[self.stage]}, the first module of the next "
+                "stage. Its forward must call the same modules for all inputs of the same shapes.",
             )
         return output if call.finish is None else call.finish(output)
 
     @contextmanager
     def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
-        """Replace modules of other stages in the body, and pass received values to the stage's first module."""
+        """Patch the model within the context so that its forward computes only this stage, from received values."""
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -151,6 +161,7 @@ class StageModule(nn.Module):
             replaced.append((module, module.__dict__.get(CALL)))
             module.__dict__[CALL] = call
 
+        # Sharding replaces parameters on this module only, so that the model gets them for each call.
         own = [(*self._slot(name), self._parameters[here]) for here, name in self._loose.items()]
         before = [(module, key, module._parameters[key]) for module, key, _ in own]
         before += [(module, key, module._parameters[key]) for module, key in self._absent]
@@ -167,6 +178,7 @@ class StageModule(nn.Module):
                 cut = route.cuts[self.stage]
                 passed = {key: each for key, each in zip(cut.returned, received, strict=True) if key is not None}
             for name, outputs in route.stand_ins[self.stage].items():
+                # A copy, because `passed` also collects outputs of this stage's own modules below.
                 replace(parts[name], self._stand_in(name, outputs, dict(passed)))
             if self.stage:
                 entry = parts[self.layout.splits[self.stage - 1]]
@@ -178,6 +190,7 @@ class StageModule(nn.Module):
                 replace(parts[self.layout.splits[self.stage]], _exit_of_stage(self._name(), following, passed))
             yield
         finally:
+            # In reverse, because a module may have been replaced twice.
             for module, call in reversed(replaced):
                 if call is None:
                     module.__dict__.pop(CALL, None)
@@ -187,7 +200,7 @@ class StageModule(nn.Module):
                 module._parameters[key] = parameter
 
     def _slot(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module and attribute name under which the model registers a parameter."""
+        """Return the module that owns the parameter of this name in the full model, and the parameter's key."""
         path, _, key = name.rpartition(".")
         return self._whole.module.get_submodule(path), key
 
@@ -195,7 +208,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a function that replaces a module and returns tensors of its outputs' shapes, or received values."""
+        """Return a function to call in place of an earlier stage's module. It returns received tensors, else zeros."""
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -203,8 +216,8 @@ class StageModule(nn.Module):
                 number, output = next(remaining)
             except StopIteration:
                 raise ConfigurationError(
-                    f"{type(self._whole.module).__name__} calls {name} more often than it did for other inputs of the "
-                    "same shapes. Its forward must take the same way through the blocks.",
+                    f"{type(self._whole.module).__name__} calls {name} more often than for other inputs of the same "
+                    "shapes. Its forward must call the same modules for all of them.",
                 ) from None
             leaves, spec = pytree.tree_flatten(output)
             for index, leaf in enumerate(leaves):
@@ -216,17 +229,18 @@ class StageModule(nn.Module):
         return call
 
     def _blank(self, like: TensorShape) -> Tensor:
-        """Return a dummy tensor of a shape. It is reused, because its values do not matter."""
+        """Return zeros of the given shape from a cache, in place of a tensor whose values do not matter."""
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
+            # Tensors created in inference mode could not be used in training.
             with torch.inference_mode(False):
                 self._blanks[like] = torch.zeros(like.shape, dtype=like.dtype, device=self._device)
         return self._blanks[like]
 
 
 def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a function that calls a stage's first module with the received values among its arguments."""
+    """Return a function that calls a stage's first module with received tensors in place of some arguments."""
     own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +255,7 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _kept(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Return a function that calls a module and stores those outputs that later stages use."""
+    """Return a function that calls a module and stores those outputs that later stages use in `passed`."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -257,7 +271,7 @@ def _kept(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """Return a replacement for the next stage's first module that ends the forward with the values to send."""
+    """Return a function to call in place of the next stage's first module. It ends this stage's forward."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -267,8 +281,8 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
                 handed_over[place] = leaf
         if any(tensor is None for tensor in handed_over):
             raise ConfigurationError(
-                f"{name} did not call all of the modules that it called for other inputs of the same shapes. Its "
-                "forward must take the same way through the blocks.",
+                f"{name} did not call all modules that it called for other inputs of the same shapes. Its forward "
+                "must call the same modules for all of them.",
             )
         given = zip(handed_over, cut.tensors, strict=True)
         raise _Reached(tuple(_as_expected(name, tensor, shape) for tensor, shape in given if tensor is not None))
@@ -279,15 +293,14 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
 def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
     if tuple(tensor.shape) != expected.shape:
         raise ConfigurationError(
-            f"At the end of {name} a tensor of shape {tuple(tensor.shape)} would be handed over, but {expected.shape} "
-            "is expected. Where the activations between blocks are sharded (sequence parallel), stages must not begin "
-            "there.",
+            f"At the end of {name}, a tensor of shape {tuple(tensor.shape)} would be sent, but {expected.shape} is "
+            "expected. Stages must not begin where activations between blocks are sharded (sequence parallel).",
         )
     return tensor.to(expected.dtype).contiguous()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that share one element of memory, for a parameter that another stage holds."""
+    """Return zeros that use the memory of one element, in place of a parameter that another stage holds."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -299,7 +312,7 @@ def _flat(name: str) -> str:
 
 
 class StageState:
-    """State of a pipelined task: which process holds which parameter.
+    """Record of which process in a pipeline holds which parameter and buffer of a task.
 
     Attributes:
         group: The process group of the pipeline.
@@ -312,19 +325,19 @@ class StageState:
         self.group = group
         self._rank = dist.get_rank(group)
         prefix = f"{name}." if name else ""
-        # What is outside of the split module is used where losses are computed.
+        # Modules outside the split one are used where losses are computed.
         outside = ranks[-1]
         holders = {prefix + own: ranks[stage] for own, stage in layout.owners.items()}
         parameters = {key for key, _ in bare.named_parameters(remove_duplicate=False)}
         buffers = {key for key, _ in bare.named_buffers(remove_duplicate=False)}
         self._holders = {key: holders.get(key, outside) for key in [*parameters, *buffers]}
-        # A buffer of a module with parameters goes where these are; others are on all, such as tables of positions.
+        # A buffer stays with the parameters of its module. Other buffers, such as position tables, are on all stages.
         self._everywhere = {key for key in buffers if not self._goes_with_parameters(bare, key, prefix, layout)}
         self._groups: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
         self._trained_by_peers: set[int] = set()
 
     def among(self, group: dist.ProcessGroup) -> StageState:
-        """Return a copy for another process group with the same ranks, for example that of a later Trainer."""
+        """Return a copy of this record for another process group with the same ranks, such as a later Trainer's."""
         moved = copy.copy(self)
         moved.group = group
         return moved
@@ -335,22 +348,22 @@ class StageState:
         return path.startswith(prefix) and path[len(prefix) :] in layout.modules
 
     def is_foreign(self, name: str) -> bool:
-        """Return True if only another process holds a parameter or buffer."""
+        """Return True if the parameter or buffer of this name is held by other processes only."""
         return name not in self._everywhere and self._holders.get(name, self._rank) != self._rank
 
     def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
-        """Return True if a parameter is a placeholder for one that another stage trains."""
+        """Return True if a parameter is a placeholder for a parameter that another stage trains."""
         return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
-        """Replace tensors that other processes hold by placeholders without data."""
+        """Replace parameters and buffers that only other processes hold by tensors on the meta device."""
         stand_ins: dict[int, nn.Parameter] = {}
         for path, module in self._bare.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for key, parameter in module._parameters.items():
                 if parameter is not None and self.is_foreign(prefix + key):
                     if id(parameter) not in stand_ins:
-                        # None of the optimizer's, nor of who looks for what can be trained here.
+                        # Frozen, so that neither the optimizer nor a search for trainable parameters finds it.
                         empty = torch.empty_like(parameter, device="meta")
                         stand_in = stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=False)
                         if parameter.requires_grad:
@@ -361,7 +374,7 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Remove other stages' parameters from an optimizer's groups, and remember their positions."""
+        """Remove parameters of other stages from an optimizer, and remember the names in its original groups."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -372,7 +385,7 @@ class StageState:
             del optimizer.state[parameter]
 
     def model_state(self) -> StateDict:
-        """Return parameters and buffers, with those of other stages on the meta device. Call it on all processes."""
+        """Return the task's state by name, with meta tensors for other stages. A collective call."""
         state: StateDict = {}
         for name, value in self._bare.state_dict().items():
             if not isinstance(value, Tensor):
@@ -386,13 +399,13 @@ class StageState:
         return state
 
     def _from_holder(self, name: str, value: Tensor) -> Tensor:
-        """Return a replicated buffer with the value of the stage that uses it first."""
+        """Return a buffer's value from the stage that owns it, if all stages hold the buffer. A collective call."""
         value = value.detach().clone()
         dist.broadcast(value, group=self.group, group_src=self._holders[name])
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """Return an optimizer's state over all stages. Call it on all processes."""
+        """Return an optimizer's state over all stages, with meta tensors for other stages. A collective call."""
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, described, group=self.group)
@@ -411,7 +424,7 @@ class StageState:
         return {**own, "state": state, "param_groups": groups}
 
     def own_model_state(self, state: StateDict) -> StateDict:
-        """Move other stages' tensors of a full state dict to the meta device, where loading skips them."""
+        """Return a full state dict with the tensors of other stages on the meta device, where loading skips them."""
         return {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta")
             if isinstance(value, Tensor) and self.is_foreign(name)
@@ -420,7 +433,7 @@ class StageState:
         }
 
     def own_optimizer_state(self, state: StateDict) -> StateDict:
-        """Remove the entries of other stages from a full optimizer state."""
+        """Return a full optimizer state without the parameters of other stages."""
         groups = [
             {**group, "params": [name for name in group["params"] if not self.is_foreign(name)]}
             for group in state["param_groups"]
@@ -430,6 +443,7 @@ class StageState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Gather the full state dict on the CPU of rank 0, tensor by tensor. Other ranks get an empty dict."""
+        # One pipeline contains rank 0, and the others only take part in gathering shards.
         collects = dist.get_global_rank(self.group, 0) == 0
         whole: dict[str, Tensor] = {}
         for name, value in self._bare.state_dict().items():
@@ -456,7 +470,7 @@ class StageState:
 
 
 class _Described:
-    """Description of a tensor without its values."""
+    """Shape and dtype of a tensor, which processes exchange in place of the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -480,7 +494,7 @@ _COMPUTED, _FAILED = 1, 0
 
 
 class StagedModel:
-    """One stage of a model for inference. All processes form one pipeline with one stage each."""
+    """Pipeline stage of a model for inference, with exactly one stage on each process of the run."""
 
     def __init__(
         self,
@@ -503,17 +517,17 @@ class StagedModel:
 
     @property
     def is_last(self) -> bool:
-        """True if this process computes the outputs."""
+        """True if this process holds the last pipeline stage, which computes the outputs."""
         return self._rank == self._last
 
     def check(self, request: Request) -> None:
-        """Determine how a request runs through the stages. Raises an error if it cannot."""
+        """Raise `ConfigurationError` if a request cannot run through the pipeline stages."""
         self._route(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Any]]:
-        """Run requests through the stages and yield their outputs. Call it on all processes.
+        """Run requests through all pipeline stages. Yields each request with its output on the last stage.
 
-        A stage computes one request while the previous stage computes the next.
+        All processes must call this method. A stage computes one request while the previous stage computes the next.
         """
         link = _Link(self._rank, self._last, self._device, self._in_flight)
         for request in requests if self._rank == 0 else link.requests():
@@ -526,12 +540,13 @@ class StagedModel:
         link.finish()
 
     def _compute(self, request: Request, link: _Link) -> Any:
-        """Run this stage on one request with the values of the previous stage."""
+        """Run this stage on a request: receive the previous stage's values, compute, and send the results on."""
         try:
             route = self._route(request)
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()
             output = self._stage(*received, inputs=request, call=Call(*request, route))
         except BaseException:
+            # The next stage would otherwise wait forever.
             link.send_values(_FAILED, ())
             raise
         if not self.is_last:
@@ -549,14 +564,14 @@ class StagedModel:
 
 
 class _Link:
-    """Connection that receives requests and values from the previous stage and sends them to the next."""
+    """Connection of a pipeline stage to its neighbours, for receiving and sending requests and tensors."""
 
     def __init__(self, rank: int, last: int, device: torch.device, in_flight: int) -> None:
         self._rank, self._last, self._device, self._in_flight = rank, last, device, in_flight
         self._sent: deque[list[Any]] = deque([[]])
 
     def requests(self) -> Iterator[Request]:
-        """Yield the requests that the previous stage forwards, until the last one."""
+        """Yield the requests that the previous stage sends, until it signals that there are no more."""
         while True:
             size = self._receive((1,), torch.int64)
             content = self._receive((int(size.item()),), torch.uint8)
@@ -570,9 +585,10 @@ class _Link:
             yield pytree.tree_unflatten(filled, spec)
 
     def forward_request(self, request: Request | None) -> None:
-        """Send a request to the next stage, or None after the last one."""
+        """Send a request to the next stage. None signals that there are no more requests."""
         if self._rank == self._last:
             return
+        # Limits the memory of requests that the next stage has not received yet.
         while len(self._sent) > self._in_flight:
             self._wait(self._sent.popleft())
         self._sent.append([])
@@ -586,7 +602,7 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Send this stage's results to the next stage."""
+        """Send this stage's result tensors to the next stage, after a status that says whether it failed."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))
@@ -594,22 +610,26 @@ class _Link:
             self._send(value)
 
     def receive_values(self, shapes: Iterable[TensorShape]) -> tuple[Tensor, ...]:
-        """Receive the previous stage's results."""
+        """Receive tensors of the given shapes from the previous stage.
+
+        Raises `CollectiveError` if the previous stage failed.
+        """
         if int(self._receive((1,), torch.int64).item()) == _FAILED:
             raise CollectiveError(
-                f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} has nothing to compute with. "
-                "What it raised is in the output of its process."
+                f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} cannot continue. The error is "
+                "in the output of the failed process."
             )
         return tuple(self._receive(each.shape, each.dtype) for each in shapes)
 
     def finish(self) -> None:
-        """Wait until all sends have completed."""
+        """Wait until all sends to the next stage have completed."""
         while self._sent:
             self._wait(self._sent.popleft())
 
     def _send(self, tensor: Tensor) -> None:
         tensor = tensor.detach().to(self._device).contiguous()
-        self._sent[-1].append((dist.isend(tensor, dst=self._rank + 1), tensor))  # it has to live until it has arrived
+        # Stored with its tensor, which must stay alive until it has arrived.
+        self._sent[-1].append((dist.isend(tensor, dst=self._rank + 1), tensor))
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         received = torch.empty(shape, dtype=dtype, device=self._device)

@@ -46,7 +46,11 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runs a task's steps in two parts: up to the call of the model, and from its output to the loss."""
+    """Runner of a task's training steps, in which all pipeline stages together compute the calls of the model.
+
+    Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
+    pipeline's output, to get the loss.
+    """
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         self._calls, self._place, self._topology = calls, place, topology
@@ -60,8 +64,11 @@ class TrainingWindow:
         self._loss: Tensor | None = None
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward over the micro-batches of one optimizer step."""
-        # Only the last stage scales losses, but all must hold the same scale, and change it at the same time.
+        """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
+
+        Processes without the last stage return None for each micro-batch.
+        """
+        # Only the last stage scales losses, but all stages must have the same scale and change it together.
         self._precision.scale(torch.zeros((), device=self._topology.device))
         seeds = self._seeds(len(microbatches))
         calls = [self._probe(step_fn, microbatch, seed) for microbatch, seed in zip(microbatches, seeds, strict=True)]
@@ -82,25 +89,26 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run the task's step up to the call of the model, and return this call."""
+        """Run a task's step until it calls the split module, and return the arguments and plan of this call."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
             found.append(self._calls.routed(args, kwargs))
             raise Caught
 
+        # With the seed of the later run, so that both draw the same random numbers before the call.
         with self._calls.answered(catch), self._seeded(seed):
             try:
                 step_fn(microbatch, probe=True)
             except Caught:
                 return found[0]
         raise ConfigurationError(
-            f"training_step never called {self._calls.name}, the module that is spread over stages. Name "
-            "the one that it calls with pp_module=.",
+            f"training_step never called {self._calls.name}, the module that is split into stages. Set pp_module to "
+            "the module that it calls.",
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run the task's step with the pipeline's output. Returns the step's result and the loss to differentiate."""
+        """Run a task's step with the pipeline's output. Returns the step's result and the loss to differentiate."""
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -110,22 +118,22 @@ class TrainingWindow:
             raise ConfigurationError(f"training_step did not call {self._calls.name} the second time it ran.")
         if loss is None and result is not None:
             raise ConfigurationError(
-                "training_step returned a loss, but its backward was not left to the strategy: a task cannot override "
-                "backward() in a pipeline.",
+                "training_step returned a loss, but its backward did not run through the strategy. In a pipeline, a "
+                "task cannot override backward().",
             )
-        # A batch that is left out goes back through all stages as any other, with gradients of zero.
+        # A skipped batch still runs backward through all stages, with gradients of zero.
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Store a loss. The schedule runs its backward later."""
+        """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if kwargs:
-            raise ConfigurationError(f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.")
+            raise ConfigurationError(f"A pipeline runs backward itself and accepts no {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
-            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
+            raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
-        """Return a seed per micro-batch, equal on all stages, because random numbers drawn before the model must agree.
+        """Return a seed for each micro-batch, equal on all stages, so that random numbers before the model agree.
 
         They come from a separate generator, so that the data order equals that of one process.
         """
@@ -147,7 +155,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Gradients with a norm over all stages."""
+    """Operations on the gradients of a model that is split over pipeline stages, with norms over all stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -159,12 +167,11 @@ class StagedGradients(ShardedGradients):
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             if count > self._held.setdefault(optimizer, count):
                 raise ConfigurationError(
-                    "A pipeline settles which parameters it trains when the model is split, so none can be added "
-                    'later. Train all from the start, or use strategy="fsdp".',
+                    "A pipeline cannot train additional parameters after the model is split. Train all from the "
+                    'start, or use strategy="fsdp".',
                 )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total norm of gradients over all shards and stages. Returns the norm before clipping."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total = self._over_stages(total_norm_over_meshes(gradients, norm_type), norm_type)
         with torch.no_grad():
@@ -172,8 +179,8 @@ class StagedGradients(ShardedGradients):
         return total
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Combine the norm of this process's gradients with those of all stages."""
-        # In one dtype on all, also on a process without any gradients, which has none to take it from.
+        """Combine this process's gradient norm with those of all pipeline stages. A collective call."""
+        # In one dtype on all processes, because one without gradients has no dtype to take from them.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
             dist.all_reduce(power, op=dist.ReduceOp.MAX, group=self._group)
@@ -187,7 +194,7 @@ class StagedGradients(ShardedGradients):
 
 
 class StagedState(ShardedState):
-    """Model and optimizer state over all stages."""
+    """Saving and loading of model and optimizer state that is split over pipeline stages."""
 
     held_as = "parts"
 
@@ -196,21 +203,17 @@ class StagedState(ShardedState):
         self._find = find
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return parameters by canonical name, with those of other stages on the meta device, or full ones."""
         self.reshard(model)
         stages = self._find().stage_state
         return stages.full_state_dict() if full else stages.model_state()
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state over all stages, sharded like the parameters."""
         return self._find().stage_state.optimizer_state(optimizer, super().optimizer(model, optimizer))
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load this process's part of a state dict of any strategy."""
         return super().load_model(model, self._find().stage_state.own_model_state(state), strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load this process's part of an optimizer state of any strategy."""
         super().load_optimizer(model, optimizer, self._find().stage_state.own_optimizer_state(state))
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -218,7 +221,6 @@ class StagedState(ShardedState):
         return elements, trained or self._find().stage_state.is_trained_by_peer(parameter)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free parameters that are currently gathered on this process."""
         split = self._find()
         for module in split.modules:
             super().reshard(module)
@@ -229,14 +231,14 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Module called as `module(step, batch, ...)` like `StepModule`. Only the last stage returns a result."""
+    """Module that runs evaluation steps as `module(step, batch, ...)`. Only the last stage returns a result."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run a step without gradients through all stages."""
+        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -284,13 +286,13 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Moves the modules of one stage to the processes that share it."""
+    """Placer of a pipeline stage's module: it shards parameters, and enables recomputation and compilation."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard a stage over its processes, or replicate it."""
+        """Shard a stage's parameters over the processes that share the stage, if the strategy shards at all."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -300,7 +302,7 @@ class StagePlacer:
 
 
 class Pipeline(Strategy):
-    """Pipeline-parallel strategy of one process."""
+    """Strategy that splits a task's model into pipeline stages and runs micro-batches through them."""
 
     name = "parallel"
     schedules_microbatches = True
@@ -318,10 +320,10 @@ class Pipeline(Strategy):
     ) -> None:
         kind = place.stages.kind
         if stage_placer.shards and "zero_bubble" in kind.name:
-            # Gradients of weights come late there, past what fully_shard watches (torch 2.13): losses went wrong.
+            # These compute gradients of weights later than fully_shard expects (torch 2.13), which gave wrong losses.
             raise ConfigurationError(
-                f"pp_schedule={kind.name!r} computes the gradients of weights apart, which sharded or replicated "
-                "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'.",
+                f"pp_schedule={kind.name!r} computes the gradients of weights separately, which sharded or replicated "
+                "stages (dp_shard, dp_replicate) do not support. Use 'interleaved_1f1b' or '1f1b'.",
             )
         self._options, self._sizes, self._place = options, sizes, place
         self._stage_placer, self._layers = stage_placer, layers
@@ -333,7 +335,6 @@ class Pipeline(Strategy):
         self.state = StagedState(self, lambda: self._prepared().split)
 
     def setup(self, state: PartialState) -> None:
-        """Set up the strategy. The device mesh is already set up, and the model is restored at the end."""
         state.before_leaving(self._close)
 
     def _close(self) -> None:
@@ -343,7 +344,7 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Split a model into stages, apply tensor parallelism within the stage, and shard the rest."""
+        """Split a model into pipeline stages, split this process's tensor-parallel layers, and shard its parameters."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
@@ -366,12 +367,12 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model into stages. Also returns the `id` of modules whose parameters other stages hold."""
+        """Split a model into stages. Returns the split model and the `id` of each module that only others hold."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
-                f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
-                "backward of all micro-batches of a step run interleaved, which a loop with loss.backward() cannot do. "
-                "Use the Trainer, or another strategy.",
+                f"pp={self._place.stages.ranks} splits {type(model).__name__} into stages, which interleave forward "
+                "and backward of all micro-batches of a step. A loop with loss.backward() cannot do this. Use a "
+                "Trainer, or another strategy.",
             )
         slots = slots_of(model)
         split = SplitModel.make(
@@ -386,7 +387,6 @@ class Pipeline(Strategy):
         return split, frozenset(id(module) for module in gone)
 
     def _take(self, split: SplitModel) -> None:
-        """Create the schedule after the stages' modules have been sharded and placed."""
         split.put_back()
         split.remember()
         self._calls = ModelCalls(split, self._place.stages.count)
@@ -399,21 +399,20 @@ class Pipeline(Strategy):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split a model. Optimizers keep their groups but step only this process's parameters."""
         slots = slots_of(model)
         placed = self._spread(model, precision, move)
         if optimizers is None:
             return placed, []
+        # Sharding has replaced parameters that the optimizers still hold.
         self._replaced.follow(slots, optimizers)
         precision.agree_on_overflow(largest_anywhere)
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigurationError("LBFGS searches along all parameters at once, which a pipeline has spread.")
+                raise ConfigurationError("LBFGS needs all parameters at once, which a pipeline has split.")
             self._prepared().split.stage_state.follow(optimizer)
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call. In evaluation, its calls run through all stages."""
         return StagedEvaluation(self._prepared(), self._place, self.topology) if stage == "evaluate" else model
 
     # one optimizer step
@@ -421,18 +420,15 @@ class Pipeline(Strategy):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over the micro-batches of one optimizer step, interleaved over stages."""
         assert self._window is not None
         return self._window.run(step_fn, microbatches)  # type: ignore[return-value]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Store a loss for the schedule, which runs its backward."""
         assert self._window is not None
         self._window.backward(loss, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer after checking that it holds this process's parameters."""
         self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
