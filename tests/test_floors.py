@@ -13,7 +13,7 @@ from tests.house import PACKAGE, House, dotted, running_code
 
 # The rooms that talk to devices and process groups.
 MAY_NAME_BACKENDS = {"runtime", "strategies", "data", "checkpoint"}
-BACKENDS = {"distributed", "cuda", "mps", "xpu", "npu", "mlu", "hpu"}
+BACKENDS = {"distributed", "cuda", "mps", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"}
 # `launch` stands on torch's elastic agent and the store that it serves: it starts groups and is in none.
 ALLOWED = {
     "launch": (

@@ -22,6 +22,8 @@ _VISIBLE_VARIABLES = {
     "xpu": "ZE_AFFINITY_MASK",
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+    "sdaa": "SDAA_VISIBLE_DEVICES",
     "hpu": "HABANA_VISIBLE_MODULES",
 }
 
@@ -456,6 +458,8 @@ register_device(MPS())
 register_device(DeviceKind("xpu", backend="xccl"))
 register_device(DeviceKind("npu", backend="hccl"))
 register_device(DeviceKind("mlu", backend="cncl"))
+register_device(DeviceKind("musa", backend="mccl"))
+register_device(DeviceKind("sdaa", backend="tccl"))
 register_device(DeviceKind("hpu", backend="hccl"))
 _XLA = XLADevice()
 register_device(_XLA)

@@ -28,7 +28,8 @@ from drivetrain.runtime.state import PartialState
 
 MAX_SEED = 2**32 - 1  # NumPy's global generator accepts no larger seed
 
-_PLUGINS = frozenset({"torch_xla", "torch_npu", "torch_mlu", "habana_frameworks"})  # that bring devices to torch
+# Packages that bring devices to torch.
+_PLUGINS = frozenset({"torch_xla", "torch_npu", "torch_mlu", "torch_musa", "torch_sdaa", "habana_frameworks"})
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15

@@ -20,6 +20,8 @@ BACKENDS = {
     "xpu": "xccl",
     "npu": "hccl",
     "mlu": "cncl",
+    "musa": "mccl",
+    "sdaa": "tccl",
     "hpu": "hccl",
 }
 
