@@ -71,7 +71,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help env environments demo test test-slow test-sharded test-crash fuzz test-megatron test-compat test-trackers test-ray \
-	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs docs-version wheel release \
+	test-gpu test-devices test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs docs-version wheel release \
 	bench bench-gpu clean
 
 help: ## list these commands
@@ -126,6 +126,12 @@ fuzz: $(DEV_ENV) ## random training runs beside a plain loop, for an hour (SEED=
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
+
+# What trains is on simulated devices (tests/simulated): memory, streams, a clock, collectives, and the faults that they find.
+DEVICES := tests/simulated tests/conformance/test_conformance.py tests/conformance/test_two_drivers.py \
+	tests/trainer/test_resume.py tests/trainer/test_two_drivers.py tests/data/test_several_processes.py
+test-devices: $(DEV_ENV) ## the tests of training on simulated devices, and what a step costs there
+	$(PYTHON) -m pytest $(IN_PARALLEL) --device sim $(or $(TESTS),$(DEVICES))
 
 test-xla: $(XLA_ENV) ## the tests that need torch_xla, on the CPU (an environment of its own)
 	$(XLA_PYTHON) -m pytest $(IN_PARALLEL) -m "xla and not (slow or tpu)" $(TESTS)

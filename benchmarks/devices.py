@@ -3,8 +3,8 @@
     python benchmarks/devices.py
     python benchmarks/devices.py --device cuda
 
-On simulated devices (tests/simulated) everything is counted, in one process or in two. On a GPU the profiler of torch and
-its warnings of synchronisations count, in one process. See benchmarks/README.md.
+On simulated devices (tests/simulated) everything is counted, in one process or in two. On a GPU the profiler and the
+warnings of torch about synchronisations count, in one process. See benchmarks/README.md.
 """
 
 from __future__ import annotations
