@@ -337,17 +337,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._streams[device]
 
     def _compare(self, name: str, tensor: Tensor) -> None:
-        """Raise an error on all ranks if one calls something else."""
-        own = f"{name} of {tensor.numel()} x {tensor.dtype}"
-        mine = torch.zeros(64, dtype=torch.uint8)
-        text = own.encode()[:64]
+        """Raise an error on all ranks if one calls something else, or if two have the same device."""
+        mine = torch.zeros(80, dtype=torch.uint8)
+        text = f"{name} of {tensor.numel()} x {tensor.dtype} on {tensor.device}".encode()[: len(mine)]
         mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(self._size)]
         self._gloo.allgather([all_of_them], [mine]).wait()
         called = [bytes(each[each > 0].tolist()).decode() for each in all_of_them]
-        if len({each.split(" of ")[0] if name in _UNEVEN else each for each in called}) > 1:
-            listed = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(called))
+        calls, devices = zip(*(each.rsplit(" on ", 1) for each in called), strict=True)
+        listed = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(called))
+        if len({each.split(" of ")[0] if name in _UNEVEN else each for each in calls}) > 1:
             raise RuntimeError(f"The ranks call different collectives: {listed}.")
+        if tensor.device.type != "cpu" and len(set(devices)) < self._size:
+            raise RuntimeError(f"Two ranks of one machine use the same device: {listed}.")
 
 
 # Only the ranks that send give tensors.

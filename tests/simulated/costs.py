@@ -133,7 +133,9 @@ class Costs(Task):
         self.net = Model(meter)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -196,3 +198,18 @@ def cost_with_callbacks(*kinds: type[Callback]) -> dict[str, Any]:
     meter = Meter(start(1))
     with_trainer("single", "32", 1, 1, meter, [kind() for kind in kinds])
     return meter.counts
+
+
+def copied_by_a_checkpoint() -> tuple[int, int, list[str]]:
+    """Bytes on the device that a checkpoint has to hold, bytes copied to the host while it is saved, and hazards."""
+    sim = start(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(max_epochs=1, logger=False, default_root_dir=folder, enable_checkpointing=False)
+        task = Costs(Meter(sim))
+        trainer.fit(task, batches(1))
+        optimizer = trainer.optimizers[0]
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        held = sum(each.nbytes for each in [*task.parameters(), *states] if each.device.type == "sim")
+        sim.reset_clock(to_device=SPEED, to_host=SPEED, between=SPEED, kernels=SPEED)
+        trainer.save_checkpoint(f"{folder}/one.ckpt")
+        return held, sim.to_host.bytes, sim.hazards

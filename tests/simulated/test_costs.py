@@ -19,7 +19,7 @@ from drivetrain import (
     Timer,
 )
 from tests.pool import device, run_in_processes
-from tests.simulated.costs import COUNTED, cost, cost_with_callbacks
+from tests.simulated.costs import COUNTED, copied_by_a_checkpoint, cost, cost_with_callbacks
 
 pytestmark = pytest.mark.skipif(device() != "sim", reason="counts kernels of simulated devices: make test-devices")
 
@@ -73,3 +73,10 @@ def test_callbacks_cost_what_they_state(callback, kernels):
     assert found["synchronisations"] == []
     assert found["hazards"] == []
     assert found["kernels"] <= plain["kernels"] + kernels * COUNTED
+
+
+def test_a_checkpoint_copies_each_byte_once():
+    ((held, copied, hazards),) = run_in_processes(copied_by_a_checkpoint, 1, timeout=120)
+    assert held > 0
+    assert held <= copied <= 1.01 * held
+    assert hazards == []
