@@ -117,7 +117,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module to add forward hooks to: itself, or the children of a `ModuleList` or `ModuleDict`."""
+    """Yield `module` or, if it is a `ModuleList` or `ModuleDict`, whose hooks would never run, its children."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)

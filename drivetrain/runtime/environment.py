@@ -101,7 +101,7 @@ class ProcessEnvironment:
 
     @property
     def is_distributed(self) -> bool:
-        """True if the world size is greater than 1."""
+        """True if the run has more than one process."""
         return self.world_size > 1
 
     @property
@@ -203,7 +203,7 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise an error if only some of a launcher's variables are set, as ranks would wait for each other."""
+    """Raise an error if only some of a launcher's variables are set, with which ranks would wait for each other."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):

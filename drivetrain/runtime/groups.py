@@ -14,7 +14,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def gather_with_gradients(tensor: Tensor) -> Tensor:
-    """Stack the tensors of all processes along a new first dimension. Gradients flow to each process's own."""
+    """Stack the tensors of all ranks along a new first dimension. Gradients flow back to the rank of each tensor."""
     from torch.distributed.nn.functional import all_gather
 
     return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]

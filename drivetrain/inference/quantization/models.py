@@ -31,7 +31,7 @@ Map = Mapping[str, torch.device | str | int]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Record of how a model was quantized: the quantizer and the names of its layers.
+    """Description of a quantized model, stored with the model: the quantizer and the names of the quantized layers.
 
     Attributes:
         quantizer: The quantizer.
@@ -188,7 +188,7 @@ def is_within(name: str, modules: Sequence[str]) -> bool:
 
 
 def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
-    """Replace a linear layer of a model by a quantized one. Return the names of the checkpoint weights used."""
+    """Quantize the linear layer `name` of a model. Return the names of the checkpoint weights that were used."""
     layer: Any = model.get_submodule(name)
     texts: dict[str, str] = {}
     if source is None:
