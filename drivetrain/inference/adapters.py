@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class FrozenLinear(nn.Module):
-    """Frozen linear layer, possibly quantized, that follows its inputs to their device.
+    """Linear layer with frozen weights, quantized or not. It moves itself to the device of its inputs.
 
     The wrapped layer is not a submodule. State dicts do not contain it, and `half()` and the like do not cast it.
 
@@ -163,7 +163,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """Configuration of LoRA layers from peft, which can be added to a model."""
+    """LoRA adapters in peft's own implementation, with their options, to be added to a model's frozen layers."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -215,7 +215,7 @@ class PeftLayers:
 
 @contextmanager
 def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
-    """Give a model without parameters a temporary one, from which peft reads the device."""
+    """Context manager that adds a parameter to a model without any, since peft reads the device from one."""
     if any(True for _ in model.parameters()):
         yield
         return
@@ -284,7 +284,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return the matrix that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 for rank 0."""
+        """Return the matrix that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())
@@ -294,7 +294,7 @@ class LoRALinear(FrozenLinear):
 
 
 class QLoRA:
-    """Fine-tuning with LoRA adapters on a frozen, quantized model.
+    """Fine-tuning method that trains small LoRA adapters on a frozen, quantized model.
 
     Train the model like any other, under a strategy that does not split layers. A checkpoint contains the adapters and
     a SHA-256 digest of the frozen weights. Loading it on other frozen weights raises a `CheckpointError`.
@@ -468,7 +468,7 @@ class _DropFrozen:
 
 
 class _RestoreFrozen:
-    """Load hook that checks the digest of frozen parameters, and adds them to the loaded state dict."""
+    """Hook on loading that verifies the digest of frozen parameters, and adds these to the loaded state dict."""
 
     def __init__(self, frozen: Sequence[str], digest: str) -> None:
         self._frozen, self._digest = frozen, digest

@@ -93,7 +93,7 @@ def _parent(name: str) -> str:
 
 
 def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield names and modules with a flag: in `whole`. Submodules of modules in `whole` are left out."""
+    """Yield each module's name, the module, and whether it is in `whole`, in which case its submodules are skipped."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -158,13 +158,13 @@ class DeviceCopies:
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Replace the offloaded weights of group `number` by device copies, and start to copy the groups `ahead`."""
+        """Replace the offloaded weights of group `number` by device copies, and start to copy the groups in `ahead`."""
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Start to copy the weights of the groups `numbers`, and free copies of other groups not in use."""
+        """Start to copy the weights of the groups in `numbers`, and free copies of other groups that are not in use."""
         for number in self._arrived.keys() - self._used - set(numbers):
             if not self._stays[number]:
                 del self._arrived[number]
@@ -315,7 +315,7 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Let the OS read the memory-mapped weights of group `number` and of the groups `ahead` into memory.
+        """Let the OS read the memory-mapped weights of group `number` and of the groups in `ahead` into memory.
 
         Raises an error if a file of group `number` has changed.
         """

@@ -198,13 +198,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def main_device(self) -> Device | None:
-        """Device to which offloaded modules are copied to run, or None if no module is offloaded."""
+        """Device that runs the modules offloaded to the CPU or disk, or None if no module is offloaded."""
         main = self._placement.main
         return None if main is None else self._problem.budgets[main].device
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks that fit on the main device before they run, to be copied in advance.
+        """Number of offloaded blocks that can be copied to the main device in advance, within its memory limit.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """

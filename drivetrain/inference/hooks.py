@@ -331,7 +331,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function wrapped so that `torch.compile` does not trace it, for code that moves weights."""
+    """Exclude a function that moves weights from tracing by `torch.compile`. Return the wrapped function."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
@@ -375,7 +375,7 @@ def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 class StreamedModelError(ConfigurationError, RuntimeError):
-    """Error raised for an operation that a model with offloaded or distributed weights does not support."""
+    """Error raised for operations, such as `model.to()`, that a model with offloaded weights does not support."""
 
 
 class MoveGuard:

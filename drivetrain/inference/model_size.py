@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """Return a model built on the meta device or, for safetensors files, the sizes in their headers."""
+    """Return a meta-device model for a class or a config, or only the model's size for safetensors files."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
@@ -346,7 +346,7 @@ def _replicated(case: Case) -> Use:
 
 
 def _sharded(case: Case) -> Use:
-    """Estimate training memory under FSDP: all states are sharded, and two units are gathered at a time."""
+    """Estimate training memory under FSDP: all states are sharded, and two FSDP units are gathered at a time."""
     whole, count = _replicated(case), case.processes
     # The next unit is prefetched while the current one computes.
     units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
@@ -426,7 +426,7 @@ def estimate_training(
     activations: float = 0.0,
     temporaries: float = 0.0,
 ) -> Use:
-    """Estimate the memory in bytes that training needs in each process, under one strategy and precision."""
+    """Estimate the memory of each training process in bytes, for a model size, strategy, precision and optimizer."""
     choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -590,7 +590,7 @@ def peak_of_training(
     precision: str = "32",
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[int, int]:
-    """Return peak bytes of forward with backward, and of the optimizer step, measured with fake tensors."""
+    """Simulate training with fake tensors. Return the peak bytes of forward and backward, and of optimizer steps."""
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:

@@ -52,7 +52,7 @@ class Place:
 
 
 def places_in(module: nn.Module) -> Iterator[Place]:
-    """Yield references to a module's own parameters and buffers, excluding those of submodules."""
+    """Yield a `Place` for each of a module's own parameters and buffers, without those of its submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Place(module, name, True)
@@ -77,7 +77,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Make `value` a replacement for a model's tensor `old`: a parameter with its attributes if `old` is one."""
+    """Make `value` a replacement for a model's tensor `old`: if `old` is a parameter, one with equal attributes."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -208,7 +208,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Mapping from weight name to tensor, for weights in memory and in an offload folder.
+    """Mapping from name to tensor for weights in memory or in an offload folder, which are read on access.
 
     Args:
         state_dict: Weights in memory.
@@ -289,7 +289,7 @@ class FolderWeights(Weights):
         return self._loader[name]
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return a weight's file and its name in it, or None if the file cannot be memory-mapped at this weight."""
+        """Return a weight's memory-mapped file and its name in the file, or None if it cannot be mapped."""
         file, key = self._loader.place(name)
         return (file, key) if file.is_aligned(key) else None
 

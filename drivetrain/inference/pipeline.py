@@ -105,7 +105,7 @@ class PipelineInference:
             self._staged.check(self._on_device((tuple(example_args), dict(example_kwargs or {}))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on one batch, split into micro-batches.
+        """Run the model on one batch, split into micro-batches. Return the output on the last process.
 
         Call this on all processes. Tensors with the same first dimension as the first tensor are split along it.
 
@@ -172,7 +172,7 @@ def prepare_pippy(
     weights: Weights | None = None,
     pp_place: Mapping[str, int] | None = None,
 ) -> ModuleT:
-    """Split a model over all processes. Calling the model then runs the whole pipeline.
+    """Split a model into pipeline stages, one for each process. Calling the model then runs all stages.
 
     Args:
         model: The model. See `PipelineInference` for all arguments.

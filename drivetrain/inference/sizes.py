@@ -112,7 +112,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Count those bytes of a tensor's memory that are not in `covered`, and add them, as tensors may share memory."""
+    """Count the bytes of a tensor that are not recorded in `covered` yet, because tensors may share memory."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -166,7 +166,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a whole model, and of its largest module that must stay on one device.
+    """Return a model's size in bytes, and size and names of its largest modules that must stay on one device.
 
     Args:
         model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
@@ -234,7 +234,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the parts of a model that are placed on devices as a whole, as a dict from name to position."""
+    """Return the parts of a model that each stay on one device, as a dict from name to position in the model."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 

@@ -24,7 +24,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Pack all items. Return the bin index of each one, or None if no packing is found in `most_steps`."""
+        """Return the bin of each item in the first packing found, or None if none is found within `most_steps`."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -338,7 +338,7 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Return the device of each block: from `fixed`, or one with room, or None. Neighbors are kept together."""
+        """Return the device of each block: given by `fixed`, else that of the previous block, else any with room."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -394,7 +394,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Assign blocks so that `reserve` bytes of the main device stay free to run offloaded ones, or return None."""
+    """Assign blocks so that `reserve` bytes of device `main` stay free for copies of offloaded ones, or return None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     # Blocks above the reserve cannot be offloaded, so they are placed first.

@@ -22,7 +22,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options for transferring offloaded weights to the device during a forward.
+    """Options for copying offloaded weights to the device during a forward, such as how many to prefetch.
 
     Args:
         groups: `"block"` makes one group of each repeated block, and of each other module with weights of its own.

@@ -95,7 +95,7 @@ class _DisjointNames:
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:
-    """Return the weight ties that a transformers model declares, as a dict from target to source name."""
+    """Return the tied weights that a transformers model declares, as a dict from tied name to source name."""
     declared = getattr(model, "all_tied_weights_keys", None)
     return declared if isinstance(declared, Mapping) else {}
 
@@ -204,7 +204,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """Return the dict that holds a parameter or buffer, `_parameters` or `_buffers`, and its key there."""
+    """Find a parameter or buffer by name: return its module's `_parameters` or `_buffers` dict, and its key there."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)

@@ -71,7 +71,7 @@ class DeviceKind:
 
     @property
     def autocast_type(self) -> str:
-        """Device type for `torch.autocast` and `torch.amp.GradScaler`."""
+        """Name of this device kind for `torch.autocast` and `torch.amp.GradScaler`, such as `"cuda"`."""
         return self.name
 
     @property
@@ -111,7 +111,7 @@ class DeviceKind:
         return torch.device(self.name, index)
 
     def set_device(self, device: torch.device) -> None:
-        """Make a device the current device of this process.
+        """Make a device the current device of this process, like `torch.cuda.set_device`.
 
         Args:
             device: The device.
@@ -161,7 +161,7 @@ class DeviceKind:
             reset(device)
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and total memory of a device in bytes, or None if PyTorch has no such function for it.
+        """Return the free and total memory of a device in bytes, or None if they cannot be queried.
 
         Unused memory held by the caching allocator counts as free.
 

@@ -112,7 +112,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_library(filename: str) -> bool:
-    """Return True if a source file belongs to drivetrain, torch or the standard library, not to user code."""
+    """Return True if a source file belongs to drivetrain, torch or the standard library rather than to the user."""
     if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
     # Installed packages may lie inside the standard library's folder, but count as user code.
@@ -136,7 +136,7 @@ def _torch() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of user code on the call stack, such as `"train.py:12 in main"`."""
+    """Return the innermost line of user code on the call stack, such as `"train.py:12 in main"`, for a message."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -144,7 +144,7 @@ def user_line() -> str:
 
 
 def shown_path(filename: str) -> str:
-    """Return a path inside the working directory as a relative path, and any other path unchanged."""
+    """Shorten a path for messages: make it relative if it is inside the working directory."""
     below = os.path.join(os.getcwd(), "")
     return filename.removeprefix(below)
 

@@ -47,7 +47,7 @@ class TorchGroup:
 
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
-        """Initialize the default process group at a rendezvous address, and restore the environment afterwards."""
+        """Initialize the default process group at the given address. Environment variables stay unchanged."""
         # init_process_group reads the address from the environment, which is restored afterwards.
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}

@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes. If one runs out of memory, the result says so on every process."""
+    """Call a function on all processes. If one of them runs out of memory, the result says so on all."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -162,7 +162,7 @@ def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and empty the device's memory cache. Return one None for each object, to replace it.
+    """Collect garbage and empty the device's cache. Return a None for each object, to assign to its variable.
 
     Args:
         *objects: The objects to release.

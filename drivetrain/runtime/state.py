@@ -175,7 +175,7 @@ class PartialState:
 
     @property
     def store(self) -> Store | None:
-        """Key-value store in which ranks find each other. None for one process or a group made by the script."""
+        """Key-value store in which ranks find each other, or None in a single process or a group of the script."""
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:

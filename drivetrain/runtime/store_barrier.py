@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Wait until all processes have called this with the same `name`. Return False if one is missing in time.
+    """Wait until all processes have called this with the same `name`. Return False if not all do in time.
 
     No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
     answer, unless the process that serves the store has exited.

@@ -215,7 +215,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide whether to time the next training steps. Return the number of batches at the next decision.
+        """Decide whether to time the next training steps. Return the batch count at which to call this again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -245,7 +245,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start a run, whose first steps are all timed. Return the number of batches at which to call `turn`.
+        """Start a run, whose first steps are all timed. Return the batch count at which to call `turn`.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -274,7 +274,7 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return how many batches to train per timed batch, so that timing takes at most 0.1 % of the time."""
+        """Return of how many batches one is timed, so that timing takes at most 0.1 % of the training time."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches

@@ -96,7 +96,7 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Turn off inference-only kernels of a quantized layer, so that gradients flow in evaluation mode too.
+        """Undo what speeds up inference in a quantized layer, so that gradients flow in evaluation mode too.
 
         Args:
             layer: The layer.

@@ -183,7 +183,7 @@ def default_skips(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return True if a module's name contains one of the given names as whole, consecutive parts."""
+    """Return True if a module has one of the given names or is inside of one, as `model.h.0.mlp` is inside of `h.0`."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
