@@ -75,7 +75,7 @@ class FrozenLinear(nn.Module):
             self._pack(weight_parts(base) if quantizer is None else quantizer.parts(base))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the frozen layer.
+        """Apply the frozen layer to inputs of shape `(..., in_features)`.
 
         Args:
             x: Input of shape `(..., in_features)`.
@@ -233,7 +233,7 @@ HASH = "base_sha256"
 
 
 class LoRALinear(FrozenLinear):
-    """Frozen linear layer with a trainable low-rank update.
+    """Frozen linear layer with a trainable low-rank update of its weight (LoRA).
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 

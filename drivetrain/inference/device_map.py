@@ -90,7 +90,7 @@ def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """Normalize a device for device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
+    """Convert a device to the form used in device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
         raise ConfigurationError(f"{given!r} is not a device. Give a number, a name, or a torch.device.")
     if isinstance(given, int):

@@ -26,7 +26,7 @@ _active = threading.local()
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context manager and decorator under which models are built on the meta device, without memory.
+    """Context manager and decorator under which models are built on the meta device, without allocating memory.
 
     Buffers are built normally, so that non-persistent ones such as position tables and masks have their values. Models
     that other threads build at the same time are not affected.

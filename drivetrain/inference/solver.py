@@ -12,7 +12,10 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Backtracking search for a packing of items into bins of limited size, exact unless it runs out of steps."""
+    """Backtracking search that packs items (blocks of a model) into bins of limited size (devices).
+
+    It finds a packing if there is one, unless it runs out of steps.
+    """
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class Problem:
         return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
     def fits(self, placement: Placement) -> bool:
-        """Return True if a placement stays within all memory limits and names a device to run offloaded blocks."""
+        """Return True if a placement stays within all memory limits and, if it offloads blocks, names a main device."""
         kept = any(not self.computes(place, placement.main) for place in placement.places)
         if kept and placement.main is None:
             return False

@@ -260,7 +260,7 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """Return a port derived from the SLURM job ID: equal on all ranks, and rarely shared by concurrent jobs."""
+    """Derive the rendezvous port from the SLURM job ID: equal on all ranks, and rarely used by another job."""
     job = variables.get("SLURM_JOB_ID", "")
     # Ports 20000 to 29999 are below the range that Linux assigns to clients.
     return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

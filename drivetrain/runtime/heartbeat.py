@@ -86,7 +86,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Prepare this process for its launcher: create its progress file, and dump its stack on a signal.
+    """Prepare this process for its launcher: create its progress file and a signal handler that dumps its stack.
 
     The worker calls this before the script runs. It does nothing if no launcher has set the variable.
     """

@@ -274,7 +274,7 @@ class PartialState:
         return os.environ.get("FORK_LAUNCHED", "").lower() in _TRUE
 
     def set_device(self) -> None:
-        """Make this process's device the current one of its device kind."""
+        """Select this process's device as the current one, as `torch.cuda.set_device` does for GPUs."""
         self.kind.set_device(self.device)
 
     @property
@@ -493,7 +493,7 @@ def _is_set(*names: str) -> bool:
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Return the environment, with the rank and world size of a process group that the script has initialized."""
+    """Return an environment with the rank and world size of the process group that the script has made, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -330,7 +330,7 @@ def _item(inputs: Any, index: int) -> Any:
 
 
 def _machine_id() -> str:
-    """Return an ID of this machine and PID namespace, or an empty string if it cannot be read."""
+    """Return an ID shared by processes that can see each other's PIDs, or an empty string if it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
