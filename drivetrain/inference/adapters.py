@@ -446,7 +446,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
-    """Omit frozen parameters from a model's state dict, with a digest by which loading can verify them."""
+    """Omit frozen parameters from a model's state dict. A digest in it lets loading verify that they are the same."""
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
     model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]

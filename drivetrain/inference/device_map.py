@@ -235,7 +235,7 @@ class DeviceMap(dict[str, Any]):
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:
-        """Explain in one or two sentences why a module is on its device.
+        """Explain in one or two sentences why the map puts a module on its device, such as for lack of memory.
 
         Args:
             name: Name of the module.

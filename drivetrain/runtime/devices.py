@@ -414,7 +414,7 @@ ADDED: set[str] = set()
 
 
 def started_device() -> str | None:
-    """Return the name of a device kind in use by this process, after which it must not fork, or None."""
+    """Return the name of a device kind in use by this process, which must then not fork, or None if it may fork."""
     return next((kind.name for kind in _KINDS.values() if kind.is_started()), None)
 
 

@@ -370,7 +370,7 @@ def several_processes() -> bool:
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Return the random generators that data loaders and samplers, including nested ones, have as attributes.
+    """Return the random generators held by data loaders and samplers, including nested ones, to save their states.
 
     Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
     order that is equal on all processes.

@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Exchange texts between all processes, in rank order. Return None if one does not call it within `patience`."""
+    """Exchange a text between all processes, in rank order. Return None if not all call this within `patience`."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
