@@ -26,7 +26,7 @@ Bind = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 class _Part(NamedTuple):
-    """Position, dtype and shape of one tensor in a flat buffer of bytes."""
+    """Position, dtype and shape of one inner tensor of a quantized weight in the flat buffer that FSDP shards."""
 
     start: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class FrozenLinear(nn.Module):
-    """Frozen linear layer, possibly quantized, that follows its inputs to their device.
+    """Linear layer with frozen weights, quantized or not. It moves itself to the device of its inputs.
 
     The wrapped layer is not a submodule. State dicts do not contain it, and `half()` and the like do not cast it.
 
@@ -75,7 +75,7 @@ class FrozenLinear(nn.Module):
             self._pack(weight_parts(base) if quantizer is None else quantizer.parts(base))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the frozen layer.
+        """Apply the frozen layer to inputs of shape `(..., in_features)`.
 
         Args:
             x: Input of shape `(..., in_features)`.
@@ -116,7 +116,7 @@ class FrozenLinear(nn.Module):
         self._unbind()
 
     def _unbind(self) -> None:
-        """Replace the layer's weight tensors by one-element tensors expanded to their shapes, to free memory."""
+        """Free the memory of the layer's unpacked weight: replace its tensors by expanded one-element tensors."""
         empty = {
             name: torch.empty(1, dtype=part.dtype, device=self._base_device).expand(part.shape)
             for name, part in self._parts.items()
@@ -143,7 +143,7 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen layer that peft accepts as an `nn.Linear`, but without a weight that peft could change.
+    """Frozen layer that is an `nn.Linear`, as peft requires, but hides its weight, so that peft cannot change it.
 
     Attributes:
         scaling: Factor of the adapter's product. 0 without an adapter.
@@ -163,7 +163,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """Configuration of LoRA layers from peft, which can be added to a model."""
+    """LoRA adapters in peft's own implementation, with their options, to be added to a model's frozen layers."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -198,7 +198,7 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Add peft adapters to the named layers of a model, without changing any module's training mode."""
+        """Add peft's LoRA adapters to the frozen layers with the given names, and keep all training modes."""
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes
@@ -215,7 +215,7 @@ class PeftLayers:
 
 @contextmanager
 def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
-    """Give a model without parameters a temporary one, from which peft reads the device."""
+    """Context manager that adds a parameter to a model without any, since peft reads the device from one."""
     if any(True for _ in model.parameters()):
         yield
         return
@@ -233,7 +233,7 @@ HASH = "base_sha256"
 
 
 class LoRALinear(FrozenLinear):
-    """Frozen linear layer with a trainable low-rank update.
+    """Frozen linear layer with a trainable low-rank update of its weight (LoRA).
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -284,7 +284,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return the adapter's update of the weight, `scaling * B @ A`, of shape `(out_features, in_features)`."""
+        """Return the matrix that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())
@@ -294,7 +294,7 @@ class LoRALinear(FrozenLinear):
 
 
 class QLoRA:
-    """Fine-tuning with LoRA adapters on a frozen, quantized model.
+    """Fine-tuning method that trains small LoRA adapters on a frozen, quantized model.
 
     Train the model like any other, under a strategy that does not split layers. A checkpoint contains the adapters and
     a SHA-256 digest of the frozen weights. Loading it on other frozen weights raises a `CheckpointError`.
@@ -427,7 +427,7 @@ class QLoRA:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return a SHA-256 hex digest over all parameters of a model. Quantized ones count in their stored form."""
+    """Return a SHA-256 digest of all parameters of a model, to detect adapters of another base model."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         for part in _plain(parameter.detach()):
@@ -446,7 +446,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
-    """Exclude frozen parameters from a model's state dict, and store their digest in it instead."""
+    """Omit frozen parameters from a model's state dict. A digest in it lets loading verify that they are the same."""
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
     model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]
@@ -468,7 +468,7 @@ class _DropFrozen:
 
 
 class _RestoreFrozen:
-    """Load hook that checks the digest of frozen parameters, and adds them to the loaded state dict."""
+    """Hook on loading that verifies the digest of frozen parameters, and adds these to the loaded state dict."""
 
     def __init__(self, frozen: Sequence[str], digest: str) -> None:
         self._frozen, self._digest = frozen, digest

@@ -155,7 +155,7 @@ class AlignDevicesHook(ModelHook):
         self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
     def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Apply a function that keeps device and dtype, such as `share_memory_`, also to offloaded weights."""
+        """Apply a function such as `share_memory_` to the module's tensors and to its offloaded weights."""
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
@@ -178,7 +178,7 @@ class AlignDevicesHook(ModelHook):
         return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
 
     def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the inputs moved to the execution device, or None if all of them are there already."""
+        """Return the inputs of a forward on the execution device, or None if all of them are there already."""
         device: Any = self._device
         for value in (*args, *kwargs.values()) if kwargs else args:
             if (not isinstance(value, Tensor) or value.device != device) and value is not None:
@@ -212,7 +212,7 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
     def _register_tied(self, name: str) -> bool:
-        """Register a tied weight by its address. Return False if the address changes with each access."""
+        """Register a tied weight by its memory address, to copy it once. Return False if the address may change."""
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self._tied.setdefault(first.data_ptr(), {})
@@ -236,7 +236,7 @@ class AlignDevicesHook(ModelHook):
             _forbid_gradient(table[last], f"{name!r} of {type(module).__name__}")
 
     def _unload(self) -> None:
-        """Remove the loaded weights from the module after a forward, and free shared copies that it made."""
+        """Replace the loaded weights by their placeholders after a forward, and free copies of tied weights."""
         while self._placeholders:
             table, name, placeholder = self._placeholders.pop()
             table[name] = placeholder

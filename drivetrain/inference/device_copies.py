@@ -22,7 +22,7 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Group of weights that are copied to the device together, before the first of their modules runs.
+    """Offloaded weights that are copied to the compute device together, just before the first of their modules runs.
 
     Attributes:
         name: Name of the first module.
@@ -52,7 +52,7 @@ def groups_of(
     num_blocks_per_group: int = 1,
     preload_module_classes: Collection[str] | None = None,
 ) -> list[Group]:
-    """Split the weights of a model whose ids are in `wanted` into groups that are copied together."""
+    """Split a model's offloaded weights, whose ids are in `wanted`, into groups that are copied together."""
     if kind not in KINDS:
         raise ConfigurationError(
             f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
@@ -93,7 +93,7 @@ def _parent(name: str) -> str:
 
 
 def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield each module with its name, and with True for a block whose submodules are then left out."""
+    """Yield each module's name, the module, and whether it is in `whole`, in which case its submodules are skipped."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -115,7 +115,7 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """Device copies of one group of weights, with the event that marks the end of the transfer.
+    """Copies of one group of weights on the device, with an event that signals that the transfer has finished.
 
     Attributes:
         tensors: One tensor for each place of the group.
@@ -158,13 +158,13 @@ class DeviceCopies:
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Give a group of offloaded modules their weights on the device, and start to copy the groups in `ahead`."""
+        """Replace the offloaded weights of group `number` by device copies, and start to copy the groups in `ahead`."""
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Start to copy the weights of the given groups, and free earlier prefetched copies of other groups."""
+        """Start to copy the weights of the groups in `numbers`, and free copies of other groups that are not in use."""
         for number in self._arrived.keys() - self._used - set(numbers):
             if not self._stays[number]:
                 del self._arrived[number]
@@ -191,7 +191,7 @@ class DeviceCopies:
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Take the device copies away from a group of modules, and free them unless they fit the memory budget."""
+        """Put the offloaded weights of group `number` back. Free the device copies unless they may stay there."""
         if number in self._used:
             self._put_back(number)
             if not self._stays[number]:
@@ -214,7 +214,7 @@ class DeviceCopies:
                     rest.copy_(tensor)
 
     def _on_device(self, group: Group) -> dict[int, Tensor]:
-        """Return existing device copies of weights that the group shares with other groups, by tensor id."""
+        """Return the device copies that other groups already have of this group's weights, by the weight's `id`."""
         wanted = {id(rest) for rest in group.rest}
         return {
             id(rest): tensor
@@ -252,7 +252,7 @@ class DeviceCopies:
 
 
 class _Slot:
-    """Pinned staging buffer for the transfer of one group of weights. An empty one passes weights through."""
+    """Pinned host buffer through which a group of weights is transferred. Without memory, it copies nothing."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self._memory, self._used = memory, 0
@@ -276,7 +276,7 @@ class _Ring:
         self._next = 0
 
     def take(self, size: int) -> _Slot:
-        """Return the next staging buffer, with room for `size` bytes, after its previous transfer has finished."""
+        """Wait until the next pinned buffer is no longer in use, make it at least `size` bytes large, and return it."""
         if not self._slots:
             return _Slot()
         before = self._slots[self._next]
@@ -315,7 +315,10 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Start to read the weights of a group and of the groups in `ahead`, after checking its files for changes."""
+        """Let the OS read the memory-mapped weights of group `number` and of the groups in `ahead` into memory.
+
+        Raises an error if a file of group `number` has changed.
+        """
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):
@@ -325,7 +328,7 @@ class MappedPages:
                     part.file.will_need(part.start, part.end)
 
     def leave(self, number: int) -> None:
-        """Drop the weights of a group from memory, unless they fit the budget or have been changed in place."""
+        """Evict the mapped weights of group `number` from memory, unless they fit the budget or were modified."""
         if self._stays[number]:
             return
         self._asked.discard(number)

@@ -36,7 +36,7 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Memory limits that `get_balanced_memory` returned. No extra room is reserved under them."""
+    """Memory limits from `get_balanced_memory`, within which `infer_auto_device_map` reserves no extra room."""
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, int]:
@@ -90,7 +90,7 @@ def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """Normalize a device for device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
+    """Convert a device to the form used in device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
         raise ConfigurationError(f"{given!r} is not a device. Give a number, a name, or a torch.device.")
     if isinstance(given, int):
@@ -125,7 +125,7 @@ def device_exists(device: Device) -> bool:
 
 
 def budgets_of(max_memory: Mapping[Device, int]) -> list[Budget]:
-    """Convert a dict of memory limits to the solver's input. Without a limit, the disk is unlimited."""
+    """Convert memory limits by device to the solver's `Budget` list. A disk without a limit is unlimited."""
     kinds: dict[Any, Any] = {"cpu": "host", "disk": "disk"}
     found = [Budget(device, limit, kinds.get(device, "accelerator")) for device, limit in max_memory.items()]
     found.sort(key=lambda budget: ("accelerator", "host", "disk").index(budget.kind))
@@ -142,7 +142,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Return memory limits under which a model is spread evenly over the accelerators.
+    """Return memory limits with which `infer_auto_device_map` spreads a model evenly over the accelerators.
 
     Args:
         model: The model. It may be on the meta device.
@@ -198,13 +198,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def main_device(self) -> Device | None:
-        """Device that computes the offloaded blocks, or None if no block is offloaded."""
+        """Device that runs the modules offloaded to the CPU or disk, or None if no module is offloaded."""
         main = self._placement.main
         return None if main is None else self._problem.budgets[main].device
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks that can be copied ahead to the main device within its memory limit.
+        """Number of offloaded blocks that can be copied to the main device in advance, within its memory limit.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """
@@ -221,21 +221,21 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Memory that the model uses on each device, as a dict from device to bytes by purpose."""
+        """Bytes that the model takes on each device, split into weights, copies of offloaded blocks and activations."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
     @property
     def boundaries(self) -> int:
-        """Number of times that a forward moves from one device to another."""
+        """Number of times that the model's forward continues on another device under this map."""
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return the map as a plain dict from module name to device number or device name."""
+        """Return a plain dict from module name to device number or name, for example to store it as JSON."""
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:
-        """Explain in one or two sentences why a module is on its device.
+        """Explain in one or two sentences why the map puts a module on its device, such as for lack of memory.
 
         Args:
             name: Name of the module.
@@ -403,7 +403,7 @@ def _warn_of_unused(problem: Problem, placement: Placement) -> None:
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Simplify a device map in place: submodules that are all on one device become one entry.
+    """Shorten a device map in place: modules whose submodules are all on one device become one entry.
 
     Args:
         device_map: The map to change.
@@ -431,7 +431,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that each tensor of a model has exactly one device in a map, and tied weights a common one.
+    """Raise an error unless a device map covers each tensor of a model once and keeps tied weights together.
 
     Keys that match no module or tensor of the model produce a warning.
 
@@ -485,7 +485,7 @@ def check_single_device(model: nn.Module, device_map: Mapping[str, Any]) -> None
 
 
 def _indexed_name(device: Any) -> str:
-    """Return a device's name with its index, so that `0` and `"cuda:0"` compare equal."""
+    """Return the full name of a device, such as `cuda:0` for `0` and `"cuda"`, to compare devices."""
     named = as_device(device)
     kind = detect_device_kind()
     if isinstance(named, int):
@@ -519,7 +519,7 @@ def resolve_device_map(
     max_memory: Mapping[Any, int | str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Convert a map's name, a device or a dict to a device map, checked against model and machine.
+    """Return a checked device map for a model, given a strategy such as `"auto"`, one device or a dict.
 
     Args:
         model: The model. It may be on the meta device.

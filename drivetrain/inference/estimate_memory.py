@@ -26,7 +26,7 @@ _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspe
 
 
 class EstimateCommand(click.Command):
-    """Click command in which one `--dtypes` option can be followed by several values."""
+    """Click command that accepts several values after one option, as in `--dtypes int8 int4`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -187,7 +187,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def _measured(
     model: nn.Module | ModelSize, size: ModelSize, inputs: Sequence[str], precisions: Sequence[str], optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """Measure the bytes of activations and of the optimizer step's temporary tensors, for each precision."""
+    """Return the bytes of activations and of temporary tensors of the optimizer step, measured for each precision."""
     from drivetrain.inference.model_size import ModelSize, estimate_training, parse_inputs, peak_of_training
 
     parsed = parse_inputs(inputs)

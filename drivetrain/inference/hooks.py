@@ -59,7 +59,7 @@ class ModelHook:
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Prepare a module when the hook is added to it. Return the module to use.
+        """Prepare a module when this hook is added to it. Return the module, or a replacement for it.
 
         Args:
             module: The module.
@@ -70,7 +70,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run before the module's forward. Return the positional and keyword arguments to pass to it.
+        """Run before the module's forward. Return its positional and keyword arguments, changed or not.
 
         Args:
             module: The module.
@@ -83,7 +83,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after the module's forward has succeeded. Return the output to pass to the caller.
+        """Run after the module's forward, unless that raised an error. Return the output, changed or not.
 
         Args:
             module: The module.
@@ -102,7 +102,7 @@ class ModelHook:
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Undo the hook's changes to a module when the hook is removed. Return the module to use.
+        """Undo this hook's changes to a module when it is removed. Return the module, or a replacement for it.
 
         Args:
             module: The module.
@@ -113,7 +113,7 @@ class ModelHook:
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Return which calls the hook needs as three flags: before the forward, after it, and after an error in it.
+        """Return three flags: whether the hook must run before the forward, after it, and after an error in it.
 
         The first value may be a function that is registered with the module instead of `pre_forward`.
         """
@@ -121,7 +121,7 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Record that the hook has been added to a module or removed from it, using a weak reference.
+        """Remember which modules have this hook, so that a later change of the hook takes effect there.
 
         Args:
             module: The module.
@@ -150,7 +150,7 @@ def overrides(hook: ModelHook, method: str) -> bool:
 
 
 class _Link:
-    """Weak reference to a module that can be copied and pickled. A deep copy refers to the copied module."""
+    """Weak reference to a module that can be pickled, unlike `weakref.ref`. A deep copy refers to the copied module."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
@@ -178,7 +178,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """True if at least one of the hooks disables gradients during the forward."""
+        """True if at least one of the hooks runs the forward under `torch.no_grad()`."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter
@@ -331,7 +331,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function wrapped so that `torch.compile` does not trace it, for code that moves weights."""
+    """Exclude a function that moves weights from tracing by `torch.compile`. Return the wrapped function."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
@@ -375,7 +375,7 @@ def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 class StreamedModelError(ConfigurationError, RuntimeError):
-    """Error raised for an operation that a model with offloaded or distributed weights does not support."""
+    """Error raised for operations, such as `model.to()`, that a model with offloaded weights does not support."""
 
 
 class MoveGuard:

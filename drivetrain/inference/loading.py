@@ -57,7 +57,7 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Return the device that computes offloaded modules: `given`, else the first accelerator, else the CPU."""
+    """Return the device to run offloaded modules on: `given`, the first accelerator in `others`, or a default."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
@@ -90,7 +90,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
 
 
 def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """Return the location that a device map gives to the longest matching prefix of a tensor's name, or None."""
+    """Look up a tensor's location in a device map by the longest prefix of its name. Return None without a match."""
     prefix = name
     while prefix not in device_map:
         if not prefix:
@@ -193,7 +193,7 @@ def load_checkpoint_in_model(
 
 
 def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
-    """Fill the tensors of a model that are on the meta device with the available weights."""
+    """Load weights into the tensors of a model that are on the meta device. Other tensors keep their values."""
     empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
     found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
     if empty and found:
@@ -212,7 +212,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load only the named tensors of a model, from checkpoint weights that are not used yet."""
+    """Load only the tensors `names` of a model, from checkpoint weights whose names are not in `used`."""
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
@@ -222,7 +222,7 @@ def load_some(
 
 @dataclass(eq=False)
 class _Item:
-    """Tensor of a model, paired with the checkpoint weight that will be loaded into it.
+    """Tensor of a model under all of its names, paired with the checkpoint weight to load into it.
 
     Attributes:
         names: All names of the tensor in the model.
@@ -241,7 +241,7 @@ class _Item:
         return self.places[0].tensor
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Set the tensor under all of its names in the model, so that it stays shared. Return the new tensor."""
+        """Replace the model's tensor under all of its names, so that it stays shared. Return the new tensor."""
         made = like(self.old, tensor)
         for place in self.places:
             place.put(made)
@@ -249,7 +249,7 @@ class _Item:
 
 
 class _Loading:
-    """Plan for loading a checkpoint into a model: which weight goes to which tensor, and what is missing."""
+    """Loading of a checkpoint into a model: matches weights to tensors, checks them and reads them."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class _Loading:
         self.left_over = [name for name in weights if name not in used and name not in saved]
 
     def _source(self, name: str) -> str | None:
-        """Return the checkpoint's name for a tensor, which may be that of a tied weight, or None if it has none."""
+        """Return the name of a tensor's weight in the checkpoint, or that of a tied weight, or None."""
         found = name if name in self._weights else self._weights.same.get(name)
         return found if found in self._weights else None
 
@@ -295,7 +295,7 @@ class _Loading:
         return torch.float32 if keeps else self._dtype
 
     def compare(self, strict: bool, quiet: bool = False) -> None:
-        """Check that the checkpoint's shapes, dtypes and, if `strict`, names match the model. Raise an error if not."""
+        """Raise an error if the checkpoint does not match the model in shapes, dtypes or, if `strict`, names."""
         where, kind = self._weights.where, type(self._model).__name__
         wrong = []
         for item in self.items:
@@ -361,7 +361,7 @@ class _Loading:
         return next((each for each in found if each != DISK), found[0])
 
     def _target(self, item: _Item, device: torch.device) -> Tensor:
-        """Return the tensor to read into: the model's own if device and dtype match, or else a new one."""
+        """Return the tensor to read a weight into: the model's own if device and dtype match, else a new one."""
         old = item.old
         # Values of a memory-mapped tensor must not be overwritten, since it is a part of a file.
         is_its_own = not wraps_others(old) and mapped_range(old) is None
@@ -435,7 +435,7 @@ class _Loading:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Join up to eight names for a message, and add the number of the remaining ones."""
+    """Join names with commas for a message. A long list is cut to eight names and the number of the others."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 

@@ -24,7 +24,7 @@ _ENDINGS = (
 
 
 class Adapter(NamedTuple):
-    """Names under which a checkpoint stores the tensors of one LoRA adapter.
+    """Names of the three tensors of a LoRA adapter in a checkpoint: two matrices and their scale.
 
     Attributes:
         first: The matrix of shape `(rank, in_features)`.
@@ -117,7 +117,7 @@ def merge_adapters(
 def _blocks(
     base: Weights, name: str, dtype: torch.dtype, trained: Weights, adapter: Adapter | None
 ) -> Iterator[Tensor]:
-    """Yield a base weight in blocks of rows, with the product of its LoRA adapter added."""
+    """Yield a merged weight in blocks of rows: the base weight plus the product of its LoRA adapter, if it has one."""
     weight = base[name]
     if weight.dim() == 0:
         yield weight.to(dtype)

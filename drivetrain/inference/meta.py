@@ -26,7 +26,7 @@ _active = threading.local()
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context manager and decorator under which models are built on the meta device, without memory.
+    """Context manager and decorator under which models are built on the meta device, without allocating memory.
 
     Buffers are built normally, so that non-persistent ones such as position tables and masks have their values. Models
     that other threads build at the same time are not affected.
@@ -60,7 +60,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
 
 
 class _OnDevice(ContextDecorator):
-    """Context manager and decorator that places new parameters on a device. Reentrant and thread-safe."""
+    """Context manager and decorator that puts new parameters on a device. It can be nested and used in threads."""
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
         self._device, self._include_buffers = device, include_buffers
@@ -84,7 +84,7 @@ class _Context(NamedTuple):
 
 @contextmanager
 def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
-    """Context manager that moves parameters to a device when modules register them, in this thread only."""
+    """Context manager that moves each new parameter of this thread to a device when a module registers it."""
     _watch_registration()
     contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
@@ -102,7 +102,7 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
 
 @cache
 def _watch_registration() -> None:
-    """Register global PyTorch hooks, once per process, that see each new parameter and buffer.
+    """Register PyTorch's global hooks for new parameters and buffers, through which these are moved to a device.
 
     Adding and removing them per context fails in PyTorch 2.13 if another thread builds a module at the same time.
     """
@@ -127,7 +127,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Function object that moves tensors to a device and returns the first copy again for a shared tensor."""
+    """Callable that moves a tensor to a device. For a shared tensor, it returns one copy each time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,7 +162,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def meta_leftovers(model: nn.Module) -> dict[str, str]:
-    """Return the names and kinds of a model's tensors that are still on the meta device, without values.
+    """Return the tensors of a model that have no values yet (on the meta device), as a dict from name to kind.
 
     Args:
         model: The model.

@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """Return a model built on the meta device or, for safetensors files, the sizes in their headers."""
+    """Return a meta-device model for a class or a config, or only the model's size for safetensors files."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
@@ -135,7 +135,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Count the parameters of a model, in total and for each unit that FSDP would shard."""
+    """Count the parameters of a model: all, those that are trained, and those of each unit that FSDP would shard."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
@@ -177,7 +177,7 @@ def size_of_files(files: Iterable[Path]) -> ModelSize:
 
 
 def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Module:
-    """Return the model that was read or, if only sizes are known, meta-device modules for its files.
+    """Return a model on the meta device, given the argument and the result of `read_model`.
 
     Args:
         source: The argument of `read_model`.
@@ -214,7 +214,7 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
 
 
 def _with_lists(module: nn.Module) -> nn.Module:
-    """Convert modules with numbered children to `nn.ModuleList`, so that repeated blocks are recognized."""
+    """Replace modules whose children are numbered by `nn.ModuleList`, so that repeated blocks are recognized."""
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
     if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
@@ -242,7 +242,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Number of bytes that training in one precision needs for each parameter.
+    """Bytes that training in one precision needs per parameter, for the weight, its gradient and optimizer state.
 
     Attributes:
         weight: The stored weight.
@@ -290,7 +290,7 @@ Other parameters are bfloat16.
 
 @dataclass(frozen=True)
 class Use:
-    """Estimated memory that training needs in one process, in bytes.
+    """Estimated memory of one training process in bytes, split by purpose.
 
     Attributes:
         weights: Parameters and buffers.
@@ -316,7 +316,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Case:
-    """Training setup whose memory is estimated: model size, precision, optimizer and world size.
+    """Training setup whose memory is estimated: model size, precision, optimizer and number of processes.
 
     Attributes:
         size: The model's size.
@@ -346,7 +346,7 @@ def _replicated(case: Case) -> Use:
 
 
 def _sharded(case: Case) -> Use:
-    """Estimate memory under FSDP, where everything is sharded and two units are gathered at a time."""
+    """Estimate training memory under FSDP: all states are sharded, and two FSDP units are gathered at a time."""
     whole, count = _replicated(case), case.processes
     # The next unit is prefetched while the current one computes.
     units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
@@ -360,7 +360,7 @@ def _sharded(case: Case) -> Use:
 
 
 def _zero(stage: int) -> Callable[[Case], Use]:
-    """Return a function that estimates memory under DeepSpeed ZeRO at a stage from 1 to 3."""
+    """Return a function that estimates training memory under DeepSpeed ZeRO, for a stage from 1 to 3."""
 
     def use(case: Case) -> Use:
         size, count = case.size, case.processes
@@ -379,7 +379,7 @@ def _zero(stage: int) -> Callable[[Case], Use]:
 
 
 def _tensor_parallel(case: Case) -> Use:
-    """Estimate memory under tensor parallelism, where only the matrices of repeated layers are split."""
+    """Estimate training memory under tensor parallelism, which splits only the matrices of repeated layers."""
     whole, count = _replicated(case), case.processes
     share = 1 - case.size.matrices / max(1, case.size.parameters) * (1 - 1 / count)
     return Use(
@@ -391,13 +391,13 @@ def _tensor_parallel(case: Case) -> Use:
 
 
 def _pipeline(case: Case) -> Use:
-    """Estimate memory under pipeline parallelism, where each process has an equal part of the layers."""
+    """Estimate training memory under pipeline parallelism, if each stage has an equal share of the layers."""
     whole, count = _replicated(case), case.processes
     return Use(whole.weights / count, whole.gradients / count, whole.optimizer / count, activations=case.activations)
 
 
 def _context_parallel(case: Case) -> Use:
-    """Estimate memory under context parallelism, where weights are sharded and sequences are split."""
+    """Estimate training memory under context parallelism: weights are sharded as in FSDP, sequences are split."""
     sharded = _sharded(case)
     return Use(
         sharded.weights, sharded.gradients, sharded.optimizer, sharded.gathered, case.activations / case.processes
@@ -426,7 +426,7 @@ def estimate_training(
     activations: float = 0.0,
     temporaries: float = 0.0,
 ) -> Use:
-    """Estimate the memory in bytes that training needs in each process, under one strategy and precision."""
+    """Estimate the memory of each training process in bytes, for a model size, strategy, precision and optimizer."""
     choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -590,7 +590,7 @@ def peak_of_training(
     precision: str = "32",
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[int, int]:
-    """Return peak bytes of forward with backward, and of the optimizer step, measured with fake tensors."""
+    """Simulate training with fake tensors. Return the peak bytes of forward and backward, and of optimizer steps."""
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -641,7 +641,7 @@ def _forward_context(precision: str) -> AbstractContextManager[Any]:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss that a model's output contains, or the mean of its first differentiable tensor."""
+    """Return a loss for a trial backward: the output's `loss`, or the mean of its first tensor with gradients."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

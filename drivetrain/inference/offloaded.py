@@ -52,7 +52,7 @@ class Place:
 
 
 def places_in(module: nn.Module) -> Iterator[Place]:
-    """Yield references to a module's own parameters and buffers, excluding those of submodules."""
+    """Yield a `Place` for each of a module's own parameters and buffers, without those of its submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Place(module, name, True)
@@ -62,7 +62,7 @@ def places_in(module: nn.Module) -> Iterator[Place]:
 
 
 def named_places(model: nn.Module) -> dict[str, Place]:
-    """Return references to all parameters and buffers of a model by name. Shared tensors have several names."""
+    """Return a `Place` for each parameter and buffer of a model, by name. A shared tensor has several names."""
     return {
         f"{path}.{place.name}" if path else place.name: place
         for path, module in model.named_modules(remove_duplicate=False)
@@ -77,7 +77,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Return `value` as a replacement for `old`: as a parameter with its attributes, or else unchanged."""
+    """Make `value` a replacement for a model's tensor `old`: if `old` is a parameter, one with equal attributes."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -134,7 +134,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
-    """Return the path of a file in a folder. Raise an error if the name or a symbolic link leads outside."""
+    """Return a file's path in a folder. Raise an error if its name (`../x`) or a symbolic link leads outside."""
     path = Path(folder, name)
     leads_out = "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name)
     if not leads_out and of_links:
@@ -156,7 +156,7 @@ def _raw_file(path: str | os.PathLike[str], name: str, info: Mapping[str, Any]) 
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
-    """Write the index of an offload folder, or add entries to an existing one.
+    """Write an offload folder's `index.json`, which describes its weights, or add entries to an existing one.
 
     Args:
         index: Dict from weight name to dtype and shape, or to the safetensors file. If empty, nothing is written.
@@ -179,7 +179,7 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file atomically. An existing file is replaced, so that open memory maps keep the old contents."""
+    """Write a file atomically. An existing file is replaced, not overwritten, because it may be memory-mapped."""
     written = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Mapping from weight name to tensor, for weights in memory and in an offload folder.
+    """Mapping from name to tensor for weights in memory or in an offload folder, which are read on access.
 
     Args:
         state_dict: Weights in memory.
@@ -247,7 +247,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return the memory-mapped file that contains an offloaded weight, and the weight's name in the file.
+        """Find an offloaded weight on disk: return its memory-mapped file, and its name in the file.
 
         Args:
             key: Name of the weight.
@@ -289,7 +289,7 @@ class FolderWeights(Weights):
         return self._loader[name]
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the file that contains a weight and its name there, or None if it cannot be memory-mapped."""
+        """Return a weight's memory-mapped file and its name in the file, or None if it cannot be mapped."""
         file, key = self._loader.place(name)
         return (file, key) if file.is_aligned(key) else None
 
@@ -345,7 +345,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write weights to one safetensors file in an offload folder. Return the memory-mapped file."""
+    """Write the weights that `read` returns to one safetensors file in an offload folder. Return it memory-mapped."""
     # Tensors at aligned offsets can be memory-mapped.
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})

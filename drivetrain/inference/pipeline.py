@@ -105,7 +105,7 @@ class PipelineInference:
             self._staged.check(self._on_device((tuple(example_args), dict(example_kwargs or {}))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on one batch, split into micro-batches.
+        """Run the model on one batch, split into micro-batches. Return the output on the last process.
 
         Call this on all processes. Tensors with the same first dimension as the first tensor are split along it.
 
@@ -172,7 +172,7 @@ def prepare_pippy(
     weights: Weights | None = None,
     pp_place: Mapping[str, int] | None = None,
 ) -> ModuleT:
-    """Split a model over all processes. Calling the model then runs the whole pipeline.
+    """Split a model into pipeline stages, one for each process. Calling the model then runs all stages.
 
     Args:
         model: The model. See `PipelineInference` for all arguments.
@@ -224,7 +224,7 @@ def _lay_out(
     classes: Sequence[str],
     placed: Mapping[str, int] | None,
 ) -> StageLayout:
-    """Return which stage owns each part of the model. Weights tied across stages become separate copies."""
+    """Assign the modules of a model to pipeline stages. Weights that are tied across stages become separate copies."""
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
@@ -248,7 +248,7 @@ def _lay_out(
 
 
 class _Loader:
-    """Loader of one pipeline stage, which reads its tensors from a checkpoint and moves them to its device."""
+    """Callable that reads the weights of a pipeline stage from a checkpoint, if given, and moves them to a device."""
 
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device

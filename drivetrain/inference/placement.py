@@ -30,7 +30,7 @@ from drivetrain.runtime.pytrees import find_device, send_to_device
 
 
 class _OneDevice(TorchFunctionMode):
-    """Torch function mode that retries an operation on one device if its tensors are on several devices."""
+    """Function mode that repeats a failed operation with all tensors on one device if they were on several."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,7 +49,7 @@ class _OneDevice(TorchFunctionMode):
 
 
 def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device on which to retry an operation: that of its output tensor or its largest input."""
+    """Return the device for an operation on tensors of several devices: that of its output or its largest input."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"].device  # type: ignore[no-any-return]
@@ -59,7 +59,7 @@ def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: lis
 
 
 class _OneDeviceHooks:
-    """Forward hooks that let a module's own code mix tensors from several devices, unlike the submodules' code."""
+    """Hooks that let a module combine tensors of several devices in its own code, outside of its submodules."""
 
     def __init__(self) -> None:
         self._open: list[_OneDevice] = []
@@ -73,7 +73,7 @@ class _OneDeviceHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Turn the mode off before a submodule runs, because it slows every operation down."""
+        """Turn the `_OneDevice` mode off while a submodule runs, since it slows every operation down."""
         mode = self._open[-1] if self._open else None
         # The mode can only be exited if the forward has not entered another one inside it.
         if mode is not None and _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ class _OneDeviceHooks:
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Add hooks to modules split across devices, so that their own code can combine the tensors."""
+    """Add hooks to modules split across devices, so that operations on their tensors move these to one device."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -117,7 +117,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module itself, or its children if it is a `ModuleList` or `ModuleDict`, which cannot be called."""
+    """Yield `module` or, if it is a `ModuleList` or `ModuleDict`, whose hooks would never run, its children."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -133,7 +133,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Record of the hooks and moved weights of a model distributed over devices, used to undo the distribution."""
+    """Record of what `dispatch_model` changed in a model (hooks and moved weights), used to undo it."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -145,7 +145,7 @@ class Placement:
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
-        """Make attempts to move or cast the given modules raise an error, until `remove` is called."""
+        """Make calls such as `model.to()` on the given modules raise an error until `remove` is called."""
         kinds = {
             (tensor.dtype, where)
             for module, device in computes.items()
@@ -174,7 +174,7 @@ class Placement:
 
 
 class PlacedHook(ModelHook):
-    """Marker of a distributed module, from which packages such as peft read the device it runs on."""
+    """Hook in a dispatched module's `_hf_hook` attribute, from which peft and others read the module's device."""
 
     stays = True  # peft adds hooks to single modules, which must not remove this one
 
@@ -214,7 +214,7 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Add the hooks that move inputs between the devices of a distributed model. Return a record to undo it."""
+    """Add hooks to a dispatched model that move inputs to the device of each module. Return a record to undo this."""
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
@@ -271,7 +271,7 @@ def dispatch_model(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Distribute a model over devices, CPU memory and disk as a device map says. It is called as before.
+    """Distribute a model over devices, CPU memory and disk as a device map says. The model is called as before.
 
     Modules on disk, and modules on the CPU next to accelerators, are offloaded: their weights are copied to the main
     device during the forward. Safetensors files that the model was loaded from are used in place.
@@ -569,7 +569,7 @@ def _load_meta_tensors(
 def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
 ) -> dict[str, loading.Location]:
-    """Return where each tensor goes. A buffer shared by several modules goes to disk only if all of them do."""
+    """Return the location of each tensor, keeping shared buffers off the disk unless all their modules are there."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -597,7 +597,7 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Replace tensors by memory-mapped files. Return the parameters and buffers that had to be written to disk."""
+    """Replace tensors by memory-mapped ones. Return references to those that had to be written to files first."""
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:

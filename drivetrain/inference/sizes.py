@@ -112,7 +112,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Return how many bytes of a tensor are not yet in `covered`, and add the tensor's memory to it."""
+    """Count the bytes of a tensor that are not recorded in `covered` yet, because tensors may share memory."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -137,7 +137,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Return the size in bytes and the names of the largest modules that cannot be split across devices.
+    """Return the size in bytes of the largest modules that must stay on one device, and the names of these modules.
 
     Args:
         modules: Names with modules, parameters or buffers.
@@ -166,7 +166,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the total size of a model in bytes, and the size of its largest unsplit part.
+    """Return a model's size in bytes, and size and names of its largest modules that must stay on one device.
 
     Args:
         model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
@@ -225,7 +225,7 @@ def blocks_of(
 
 
 class _Held(NamedTuple):
-    """Memory of tensors that share storage, as far as it belongs to one unit of a model."""
+    """Memory of tensors with a common storage: the bytes in one part of the model, and in the whole model."""
 
     group: int
     is_weight: bool
@@ -234,7 +234,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the smallest parts of a model that are placed on devices, as a dict from name to position."""
+    """Return the parts of a model that each stay on one device, as a dict from name to position in the model."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 
@@ -285,7 +285,7 @@ def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], load
 
 
 class _DisjointUnits:
-    """Union-find over units of a model, which joins those that share weights."""
+    """Union-find structure that joins parts of a model that share weights, since these must be on one device."""
 
     def __init__(self, units: Collection[str]) -> None:
         self._groups = {name: [name] for name in units}
@@ -335,7 +335,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Return the peak bytes of activations for each unit in one forward, measured on the meta device."""
+    """Measure the peak bytes of activations of each module in `units`, by a forward on the meta device."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

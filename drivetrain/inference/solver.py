@@ -12,7 +12,10 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Backtracking search for a packing of items into bins of limited size, exact unless it runs out of steps."""
+    """Backtracking search that packs items (blocks of a model) into bins of limited size (devices).
+
+    It finds a packing if there is one, unless it runs out of steps.
+    """
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Return the bin index of each item in the first solution found, or None if the search finds none."""
+        """Return the bin of each item in the first packing found, or None if none is found within `most_steps`."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -79,7 +82,7 @@ _FEW = 12
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a model that is placed as a whole: a module, or several modules that share weights.
+    """Part of a model that must be on one device as a whole: a module, or several modules that share weights.
 
     Attributes:
         names: Names of the modules.
@@ -100,7 +103,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory limit of one device, in bytes, for the placement of a model.
+    """Memory limit of one device in bytes, given to the solver that computes device maps.
 
     Attributes:
         device: The device's number or name, `"cpu"` or `"disk"`.
@@ -115,7 +118,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of each block of a model to a device.
+    """Result of the solver that computes device maps: the index of a device for each block of a model.
 
     Attributes:
         places: Budget index of each block.
@@ -128,7 +131,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Memory that a placement uses on one device, in bytes.
+    """Memory that a model takes on one device under a device map, in bytes by purpose.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -149,7 +152,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Input for placing a model: its blocks, and the memory limits of the devices.
+    """Input of the solver that computes device maps: the blocks of a model and the memory limit of each device.
 
     Attributes:
         blocks: The blocks in execution order.
@@ -167,7 +170,7 @@ class Problem:
 
     @property
     def executors(self) -> list[int]:
-        """Indices of the devices that can compute offloaded blocks: accelerators first, then the host."""
+        """Indices of the devices that can run offloaded blocks: accelerators first, then the CPU."""
         host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
         return [*self.accelerators, *host]
 
@@ -176,11 +179,11 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if a device computes the blocks that it stores, instead of only storing offloaded ones."""
+        """Return True if blocks stored on device `place` also run there, instead of being copied to device `main`."""
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
-        """Return the memory that a placement uses on each device, next to the limit of the device."""
+        """Return the memory that a placement of the blocks takes on each device, together with its limit."""
         weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
         largest = resident = 0
         for block, place in zip(self.blocks, placement.places, strict=True):
@@ -196,7 +199,7 @@ class Problem:
         return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
     def fits(self, placement: Placement) -> bool:
-        """Return True if a placement stays within every memory limit, and offloaded blocks have a main device."""
+        """Return True if a placement stays within all memory limits and, if it offloads blocks, names a main device."""
         kept = any(not self.computes(place, placement.main) for place in placement.places)
         if kept and placement.main is None:
             return False
@@ -219,7 +222,10 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Return a placement of all blocks within the memory limits, on accelerators if possible, or None."""
+    """Assign the blocks of a model to devices within their memory limits. Return None if no assignment is found.
+
+    Blocks are offloaded to the CPU or disk only if the accelerators cannot hold all of them.
+    """
     placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
     if placement is not None and fill_gaps:
         placement = _fill_gaps(problem, placement)
@@ -279,7 +285,10 @@ def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int,
 
 
 def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Place blocks evenly, by bisection for the smallest memory cap that suffices. Return None if none does."""
+    """Find the smallest memory cap under which all blocks fit, to spread them evenly. Return each block's device.
+
+    Returns None if the blocks do not fit under the highest cap either.
+    """
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
     found = _complete(make(high).in_order())
     while found is not None and low < high:
@@ -319,7 +328,7 @@ class _Filling:
             self.used[self.main] -= block.resident
 
     def in_order(self) -> list[int | None]:
-        """Fill the devices one after the other, in block order. Blocks that no longer fit get None."""
+        """Assign blocks to devices in order, filling one device after the other. Blocks without room get None."""
         rooms, current = list(self.limits), 0
         places: list[int | None] = []
         for block in self.blocks:
@@ -332,7 +341,7 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Assign `fixed` blocks as given and all others near their predecessors. Blocks that do not fit get None."""
+        """Return the device of each block: given by `fixed`, else that of the previous block, else any with room."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -350,7 +359,7 @@ class _Filling:
 
 
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
-    """Return a placement that offloads as little as possible to the host or disk, or None if none fits."""
+    """Assign blocks with as few bytes offloaded to the CPU or disk as possible. Return None if nothing fits."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
     reserves = _reserves(problem)
     # For plain dicts, `dispatch_model` uses the first accelerator as the main device, so prefer such placements.
@@ -368,7 +377,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return candidate sizes for the memory reserved for offloaded blocks, in ascending order."""
+    """Return the amounts of memory to try to keep free for copies of offloaded blocks, in ascending order."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes
@@ -377,7 +386,6 @@ def _reserves(problem: Problem) -> list[int]:
 
 
 def _first_accelerator(problem: Problem, placement: Placement) -> int | None:
-    """Return the first accelerator in a placement, else the host if it computes offloaded blocks, else None."""
     accelerators = [place for place in placement.places if problem.budgets[place].kind == "accelerator"]
     host = placement.main is not None and problem.budgets[placement.main].kind == "host"
     return accelerators[0] if accelerators else placement.main if host else None
@@ -389,7 +397,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Return a placement that leaves the main device `reserve` bytes for offloaded blocks, or None."""
+    """Assign blocks so that `reserve` bytes of device `main` stay free for copies of offloaded ones, or return None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     # Blocks above the reserve cannot be offloaded, so they are placed first.
@@ -460,7 +468,7 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
 
 
 def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """Build the error for a model that cannot be placed, with its largest block, the missing bytes and remedies."""
+    """Create the error for a model that does not fit, which names its largest block, missing bytes and remedies."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)

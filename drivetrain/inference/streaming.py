@@ -22,7 +22,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options for transferring offloaded weights to the device during a forward.
+    """Options for copying offloaded weights to the device during a forward, such as how many to prefetch.
 
     Args:
         groups: `"block"` makes one group of each repeated block, and of each other module with weights of its own.
@@ -138,7 +138,7 @@ class WeightStream:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
     def _default_prefetch(self) -> int:
-        """Return how many groups to prefetch by default: zero if two groups exceed the device's free memory."""
+        """Return how many groups to copy ahead by default: 0 if the device has no memory for two groups at once."""
         memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
         if memory is None:
             return 1
@@ -165,7 +165,7 @@ class WeightStream:
         ]
 
     def enter(self, number: int) -> None:
-        """Load the weights of a group before one of its modules runs, and prefetch the groups that follow.
+        """Load the weights of a group before one of its modules runs, and start to load the groups that follow.
 
         Args:
             number: Index of the group.
@@ -191,7 +191,7 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Free the weights of a group on the device, once its last module has returned.
+        """Free a group's weights on the device once the last of the group's modules has run.
 
         Args:
             number: Index of the group.
@@ -220,7 +220,7 @@ class WeightStream:
                 )
 
     def remove(self) -> None:
-        """Remove all hooks and free the device copies. The weights remain in host memory or files."""
+        """Stop the offloading: remove all hooks and device copies. The weights stay in host memory or files."""
         self._mover.remove()
         for handle in self._handles:
             handle.remove()

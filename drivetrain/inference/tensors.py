@@ -15,7 +15,7 @@ from drivetrain.runtime.memory import wraps_others
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of a tensor's storage, which is equal for tensors that share memory.
+    """Return an identifier of a tensor's memory, which is equal for tensors that share it, such as tied weights.
 
     Args:
         tensor: The tensor. It may be on the meta device.
@@ -95,7 +95,7 @@ class _DisjointNames:
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:
-    """Return the weight ties that a transformers model declares, as a dict from target to source name."""
+    """Return the tied weights that a transformers model declares, as a dict from tied name to source name."""
     declared = getattr(model, "all_tied_weights_keys", None)
     return declared if isinstance(declared, Mapping) else {}
 
@@ -117,7 +117,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie parameters again after loading: each group shares its first parameter that is not on meta.
+    """Tie parameters again after loading has separated them: a group's first one with values replaces the others.
 
     Args:
         model: The model.
@@ -204,7 +204,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """Return the dict that holds a parameter or buffer, `_parameters` or `_buffers`, and its key there."""
+    """Find a parameter or buffer by name: return its module's `_parameters` or `_buffers` dict, and its key there."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -220,7 +220,7 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """Return a new table for device copies of tied parameters, keyed by their memory addresses."""
+    """Return a dict from the address of each tied parameter to an empty dict, which will hold its device copies."""
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
@@ -230,7 +230,7 @@ def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
 
 
 def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> int | None:
-    """Return the memory address of a tensor if it is in the table of tied weights, otherwise None."""
+    """Return a tensor's memory address if `tied_params_map` lists it as the address of a tied weight, else None."""
     if not tied_params_map or tensor.is_meta or wraps_others(tensor):
         return None
     address = tensor.data_ptr()
@@ -248,7 +248,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
 def _on(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
-    """Return `old` moved to a device, optionally with a new value or dtype, and with its class and attributes."""
+    """Return a tensor or parameter on another device, with its class and attributes, and optionally a new value."""
     kind: Any = type(old)
     if _moves_itself(old) and device.type != "meta":
         # Parameter classes of other packages that quantize their value when they are moved.

@@ -36,7 +36,7 @@ def verify_operation(
 
 
 class CallComparison:
-    """Debug check that all ranks make equal collective calls, compared through the rendezvous store."""
+    """Debug check that all ranks call the same collectives. Each rank publishes its calls in the rendezvous store."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Compare a collective call of this rank with those of all other ranks. Raise an error if they differ."""
+        """Raise an error unless all ranks now call the same collective, with equal shapes and dtypes."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
@@ -76,7 +76,7 @@ class CallComparison:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait until every rank has published its call. Return the ranks that have exited or timed out."""
+        """Wait for the calls of all ranks in the store. Return the ranks that have exited or are too late."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):
@@ -145,7 +145,7 @@ def _describe_structure(data: Any, ignore: str | None) -> str:
 
 
 class _Words(str):
-    """String whose `repr` has no quotes, so that nested structures of strings print without them."""
+    """String whose `repr` has no quotes, so that structures of such strings are readable in error messages."""
 
     __slots__ = ()
 

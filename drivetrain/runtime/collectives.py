@@ -78,7 +78,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_rows(data: Any, keep: int) -> Any:
-    """Concatenate the first `keep` rows of the tensors of all processes. `keep` may differ between processes."""
+    """Concatenate the first `keep` rows of all processes' tensors, where `keep` may differ between processes."""
     state = PartialState()
     rows: list[int] = []
 
@@ -138,7 +138,7 @@ def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> Dat
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce tensors element-wise across all processes, by mean, sum, maximum or minimum.
+    """Combine tensors element-wise across all processes by mean (the default), sum, maximum or minimum.
 
     Half-precision tensors are summed in float32. Each tensor keeps its dtype, so reductions whose result may not fit
     the dtype are refused: the mean of integers, and the sum or mean of booleans. For booleans, `"max"` is *any* and
@@ -401,7 +401,7 @@ class BlockGather:
         self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def finish(self) -> list[Any]:
-        """Wait until all blocks have been transferred. Return them on the main process, an empty list on others."""
+        """Wait until all blocks have arrived. Return them on the main process, and an empty list on other ranks."""
         if not self._state.use_distributed:
             return self._blocks
         if self._receiver is None:
@@ -417,7 +417,7 @@ class BlockGather:
         return self._blocks
 
     def abandon(self) -> None:
-        """Stop the transfer of results after an error, without waiting for other ranks."""
+        """Stop sending or receiving blocks after an error, so that no other rank waits for this one."""
         self._abandoned = True
         if not self._state.use_distributed:
             return
@@ -444,7 +444,7 @@ class BlockGather:
             self._error = error
 
     def _receive(self, rank: int) -> bool:
-        """Receive a block of results from a rank. Return False if the rank has sent its last one."""
+        """Receive the next block from a rank on the main process. Return False if the rank has no more blocks."""
         size = int(self._received(torch.zeros(1, dtype=torch.int64), rank))
         if size == _END:
             return False

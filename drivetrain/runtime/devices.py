@@ -63,7 +63,7 @@ class DeviceKind:
 
     @property
     def module(self) -> Any:
-        """PyTorch module for this kind of device, such as `torch.cuda`, or None if the build of torch has none."""
+        """Torch module of this device kind, such as `torch.cuda`, or None if torch was built without it."""
         return getattr(torch, self.name, None)
 
     @property
@@ -73,7 +73,7 @@ class DeviceKind:
 
     @property
     def autocast_type(self) -> str:
-        """Device type for `torch.autocast` and `torch.amp.GradScaler`."""
+        """Name of this device kind for `torch.autocast` and `torch.amp.GradScaler`, such as `"cuda"`."""
         return self.name
 
     @property
@@ -92,7 +92,7 @@ class DeviceKind:
         return bool(available()) if available is not None else False
 
     def count(self) -> int:
-        """Return the number of devices of this kind that the process can see."""
+        """Return the number of devices of this kind that are visible to this process."""
         counter = getattr(self.module, "device_count", None)
         return int(counter()) if counter is not None else int(self.is_available())
 
@@ -101,11 +101,11 @@ class DeviceKind:
         return 1 if self.drives_all else self.count()
 
     def why_absent(self) -> str:
-        """Return why no device of this kind is available, worded as the end of an error message."""
+        """Return the reason why no device of this kind is available, as the end of an error message."""
         return "this machine has none (or torch was built without it)."
 
     def device(self, index: int) -> torch.device:
-        """Return the `torch.device` that a process uses, given its local rank.
+        """Return the `torch.device` for the process with a given local rank, such as `cuda:1` for rank 1.
 
         Args:
             index: Local rank of the process.
@@ -113,7 +113,7 @@ class DeviceKind:
         return torch.device(self.name, index)
 
     def set_device(self, device: torch.device) -> None:
-        """Make a device the current device of this process.
+        """Make a device the current device of this process, like `torch.cuda.set_device`.
 
         Args:
             device: The device.
@@ -123,7 +123,7 @@ class DeviceKind:
             setter(device)
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """Wait until all work queued on a device has finished.
+        """Wait until a device has finished all work queued on it, like `torch.cuda.synchronize`.
 
         Args:
             device: The device; the current one if None.
@@ -163,7 +163,7 @@ class DeviceKind:
             reset(device)
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total memory of a device in bytes, or None if torch cannot query them.
+        """Return the free and total memory of a device in bytes, or None if they cannot be queried.
 
         Unused memory held by the caching allocator counts as free.
 
@@ -369,7 +369,7 @@ class XLADevice(DeviceKind):
         return xla.is_started()
 
     def start(self, spmd: bool) -> None:
-        """Start the XLA runtime of this process, and apply a seed that was set before.
+        """Start the XLA runtime of this process, and apply the seed of an earlier `set_seed`.
 
         Args:
             spmd: Use all devices as one (SPMD) instead of one device.
@@ -416,7 +416,7 @@ ADDED: set[str] = set()
 
 
 def started_device() -> str | None:
-    """Return the name of a device kind that this process has initialized, or None if it may still fork safely."""
+    """Return the name of a device kind in use by this process, which must then not fork, or None if it may fork."""
     return next((kind.name for kind in _KINDS.values() if kind.is_started()), None)
 
 
@@ -467,7 +467,7 @@ ADDED.clear()
 
 
 def get_device_kind(name: str) -> DeviceKind:
-    """Return the device kind for a name such as `"cuda"`. Raise an error if this machine has no such device.
+    """Look up a device kind by name, such as `"cuda"`. Raise an error if this machine has no such device.
 
     Raises ConfigurationError for an unknown name and DeviceNotAvailableError if there is no such device.
     """
@@ -487,7 +487,7 @@ def get_device_kind(name: str) -> DeviceKind:
 
 
 def get_device(name: str) -> tuple[DeviceKind, int | None]:
-    """Return the device kind and the index for a name such as `"cuda:1"`. The index is None if not given."""
+    """Parse a device name such as `"cuda:1"` into its device kind and index. The index is None if not given."""
     kind, (_, _, number) = get_device_kind(name), name.partition(":")
     if not number:
         return kind, None

@@ -166,7 +166,7 @@ class Duration:
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Convert a fraction of a run, such as 10 %, into a duration in the unit of the run's length `whole`.
+        """Apply this fraction to the length of a run: for example, 10 % of 50 epochs are 5 epochs.
 
         Args:
             whole: Length of the run.
@@ -202,7 +202,7 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Parse a count such as `"2 epochs"` into the int 2. Other values are returned unchanged."""
+    """Convert a duration in the expected unit, such as `"2 epochs"`, to an int. Return other values unchanged."""
     # Other values, such as None or a wrong type, are checked by the caller.
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value

@@ -101,7 +101,7 @@ class ProcessEnvironment:
 
     @property
     def is_distributed(self) -> bool:
-        """True if the world size is greater than 1."""
+        """True if the run has more than one process."""
         return self.world_size > 1
 
     @property
@@ -203,7 +203,7 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise an error if only some of a launcher's variables are set, as ranks would wait for each other."""
+    """Raise an error if only some of a launcher's variables are set, with which ranks would wait for each other."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):
@@ -260,7 +260,7 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """Return a port derived from the SLURM job ID: equal on all ranks, and rarely shared by concurrent jobs."""
+    """Derive the rendezvous port from the SLURM job ID: equal on all ranks, and rarely used by another job."""
     job = variables.get("SLURM_JOB_ID", "")
     # Ports 20000 to 29999 are below the range that Linux assigns to clients.
     return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

@@ -98,7 +98,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return the hint `" Did you mean 'x'?"` with the closest allowed spelling, or an empty string if none is close."""
+    """Return the hint `" Did you mean 'x'?"` for the allowed word closest to `given`, or "" if none is close."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
@@ -112,7 +112,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_library(filename: str) -> bool:
-    """Return True if a source file belongs to drivetrain, torch or the standard library, not to user code."""
+    """Return True if a source file belongs to drivetrain, torch or the standard library rather than to the user."""
     if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
     # Installed packages may lie inside the standard library's folder, but count as user code.
@@ -136,7 +136,7 @@ def _torch() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of user code on the call stack, such as `"train.py:12 in main"`."""
+    """Return the innermost line of user code on the call stack, such as `"train.py:12 in main"`, for a message."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -144,7 +144,7 @@ def user_line() -> str:
 
 
 def shown_path(filename: str) -> str:
-    """Return a path inside the working directory as a relative path, and any other path unchanged."""
+    """Shorten a path for messages: make it relative if it is inside the working directory."""
     below = os.path.join(os.getcwd(), "")
     return filename.removeprefix(below)
 
@@ -197,7 +197,7 @@ def _shorten(links: list[BaseException]) -> None:
 
 
 def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
-    """Return a copy of a traceback with all frames of user code and at most `of_ours` frames of drivetrain.
+    """Shorten a traceback: keep all frames of user code, and at most `of_ours` frames of drivetrain.
 
     Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
     library between frames of drivetrain are removed with them.
@@ -266,7 +266,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class whose instances are pickled as constructor arguments and rebuilt by calling the constructor.
+    """Base class of `Trainer` and `Accelerator`, which are pickled as constructor arguments and rebuilt from these.
 
     Attributes:
         made_with: The constructor's positional arguments and keyword arguments.

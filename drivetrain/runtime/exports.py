@@ -21,7 +21,7 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
 
 
 def public_names(package: str) -> list[str]:
-    """Return the public names (`__all__`) of a package, or an empty list if it is not installed.
+    """List the public names in a package's `__all__`. The list is empty if the package is not installed.
 
     The objects behind lazily exported names are not imported.
 

@@ -14,7 +14,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def gather_with_gradients(tensor: Tensor) -> Tensor:
-    """Stack the tensors of all processes along a new first dimension. Gradients flow to each process's own."""
+    """Stack the tensors of all ranks along a new first dimension. Gradients flow back to the rank of each tensor."""
     from torch.distributed.nn.functional import all_gather
 
     return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class TorchGroup:
 
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
-        """Initialize the default process group at a rendezvous address, and restore the environment afterwards."""
+        """Initialize the default process group at the given address. Environment variables stay unchanged."""
         # init_process_group reads the address from the environment, which is restored afterwards.
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}

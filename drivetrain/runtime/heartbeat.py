@@ -54,7 +54,7 @@ class Heartbeat:
         self._cells[_BEATS] += 1
 
     def beating(self, function: Callable[[], int]) -> Callable[[], int]:
-        """Wrap a function so that each call counts as progress. Without a launcher, return it unchanged."""
+        """Wrap a function so that each call tells the launcher, if there is one, that this rank makes progress."""
         if not self.watched:
             return function
 
@@ -65,14 +65,14 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Tell the launcher the timeout of collectives, and whether waiting ranks use CPU time (`spinning`)."""
+        """Tell the launcher how long collectives may wait, and whether waiting ranks use CPU time (`spinning`)."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress of a rank as its launcher reads it, from which the launcher detects a hang.
+    """Progress report of a rank, which the launcher reads from a file to detect ranks that hang.
 
     Attributes:
         beats: Number of units of progress so far.
@@ -86,7 +86,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Set up the progress file of this process and the signal handler that dumps its stack for the launcher.
+    """Prepare this process for its launcher: create its progress file and a signal handler that dumps its stack.
 
     The worker calls this before the script runs. It does nothing if no launcher has set the variable.
     """
@@ -146,7 +146,7 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Return True if a process, identified by its error file, may die without ending the run."""
+    """Return True if the process with this error file may die without ending the run (see `set_expendable`)."""
     return os.path.exists(_mark(error_file))
 
 
@@ -155,7 +155,7 @@ def mark_left_queue(error: BaseException) -> None:
 
 
 def has_left_queue(error: BaseException | None) -> bool:
-    """Return True if an exception, or one of its causes, made this process stop working on a shared queue."""
+    """Return True if an error or its cause was raised within a `WorkQueue`, whose items other processes then take."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _LEFT_A_QUEUE):

@@ -86,7 +86,7 @@ def _read_kernel_file(path: str) -> bytes:
 
 
 def cores_of_process(processes_here: int = 1) -> int:
-    """Return the number of CPU cores per process on this machine, at least 1."""
+    """Return the number of CPU cores that each of `processes_here` processes on this machine can use."""
     # The affinity mask counts only the cores that a scheduler has granted.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes_here)

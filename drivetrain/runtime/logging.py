@@ -135,7 +135,7 @@ class RankLogger(_Adapter):
 
 
 class _FallbackHandler(logging.Handler):
-    """Handler that prints records to stderr unless the root logger has a handler.
+    """Handler that prints records to stderr if the script has not configured logging (no root handlers).
 
     Without it, Python prints only warnings and errors, whatever the logger's level. It handles one logger's records
     only, so that no line is printed twice.

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Result of a call that all processes make together, in which some may run out of memory.
+    """Outcome of `attempt_together`: whether memory sufficed on all processes, and this process's result.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes. Report insufficient memory on all if any process ran out of it."""
+    """Call a function on all processes. If one of them runs out of memory, the result says so on all."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -162,7 +162,7 @@ def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and empty the device's memory cache. Return one None for each object, to replace it.
+    """Collect garbage and empty the device's cache. Return a None for each object, to assign to its variable.
 
     Args:
         *objects: The objects to release.
@@ -266,7 +266,7 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start to copy the tensors of a nested structure to the CPU. Return the finished block once it is full.
+        """Start to copy a batch's results to the CPU. Return the collected results once their block is full.
 
         Returns the finished block if it is full, else an empty list. `cut` is applied to the structure after the copy.
         """
@@ -287,7 +287,7 @@ class HostBlocks:
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """Wait until all pending copies have finished, and return the results as CPU tensors."""
+        """Wait for all pending copies. Return the results collected since the last call, as CPU tensors."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
@@ -300,7 +300,7 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Return a parameter's element count before quantization, and its stored bytes with quantization scales."""
+    """Return the size of a layer's parameter: its number of values before quantization, and its stored bytes."""
     # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())

@@ -59,7 +59,7 @@ def init_process_group(
 
 
 def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
-    """Return the rendezvous store, served by the elastic agent or, without an agent, by rank 0.
+    """Return the key-value store in which ranks find each other, served by torchrun's agent or by rank 0.
 
     Each restart by an elastic agent gets a key prefix of its own. Keys of the previous attempt would otherwise make
     ranks connect to processes that have exited.
@@ -136,7 +136,7 @@ def group_timeout() -> timedelta | None:
 
 
 def group_store() -> Store:
-    """Return the store of the default process group, for a group that the script initialized itself."""
+    """Return the rendezvous store of a process group that the user's script has initialized itself."""
     return dist.distributed_c10d._get_default_store()
 
 

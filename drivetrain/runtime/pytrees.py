@@ -21,7 +21,7 @@ from drivetrain.runtime.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:
-    """Shape and dtype of a tensor, used to allocate an equal tensor without sending its data."""
+    """Shape and dtype of a tensor. A process that knows them can allocate memory to receive the tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,7 +36,7 @@ def is_tensor_information(value: object) -> bool:
 
 
 def is_leaf(value: object) -> bool:
-    """Return True if a value is a leaf, such as a tensor or a number, rather than a container of values."""
+    """Return True if a value, such as a tensor or a number, is not a container such as a list or a dict."""
     return _children(value) is None
 
 
@@ -79,7 +79,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to every tensor of a nested structure. `test_type` can select other leaves.
+    """Apply a function to every tensor of a nested structure. The predicate `test_type` can select other leaves.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
@@ -248,7 +248,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
-    """Replace each `TensorInformation` in a nested structure by an uninitialized tensor of that shape."""
+    """Replace each `TensorInformation` of a nested structure by an uninitialized tensor of its shape and dtype."""
 
     def allocate(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype, device=device)

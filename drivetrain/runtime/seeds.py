@@ -89,7 +89,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """Return a function from sample index to seed for one epoch. For many samples, faster than `sample_seed`."""
+    """Return a function from sample index to seed for one epoch, faster for many samples than `sample_seed`."""
     # Mixed once per epoch, so that only the index is mixed for each sample.
     base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
     return lambda index: _splitmix64((base + index) & _MASK)
@@ -149,7 +149,7 @@ GENERATORS = {
 
 
 def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
-    """Return which named generators were used or reseeded since the call `seed_all_generators(seed)`.
+    """Return which generators have been used since `seed_all_generators(seed)`, by comparing their next values.
 
     Each generator's next value is compared with the first value after seeding.
     """
@@ -275,7 +275,7 @@ class RandomState:
 
 
 class KeptGenerators:
-    """Snapshot of the global CPU generators of Python, NumPy and torch that can detect and undo changes.
+    """Snapshot of the global CPU generators of Python, NumPy and torch, to detect and undo their use.
 
     Used as a context manager, it restores the generators after the body. It can be entered repeatedly.
     """
@@ -287,7 +287,7 @@ class KeptGenerators:
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of the generators whose state has changed since the snapshot was taken."""
+        """Return the names of the generators, such as `"numpy"`, whose state differs from the snapshot."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -371,7 +371,7 @@ def several_processes() -> bool:
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Return the random generators that data loaders and samplers, including nested ones, have as attributes.
+    """Return the random generators held by data loaders and samplers, including nested ones, to save their states.
 
     Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
     order that is equal on all processes.
@@ -406,7 +406,7 @@ def find_generators(*owners: Any) -> list[Any]:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a random generator as plain values: bytes, lists, dicts, numbers and strings.
+    """Return the state of a torch, NumPy or Python random generator as plain values, for a checkpoint.
 
     The result holds no tensors. Checkpoints may save tensors from any process, but if rank 0 reads for all, only its
     state is valid.
@@ -468,7 +468,7 @@ class EpochStart:
         return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
-        """Return rank 0's random state, broadcast to all processes, so that all draw equal orders."""
+        """Return rank 0's state, broadcast to all processes, so that all of them draw the same sample order."""
         agreed: EpochStart = broadcast_object_list([self])[0]
         return agreed
 
@@ -517,7 +517,7 @@ class SeparateDraws:
             outside.restore()
 
     def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of an iterable, fetching each one under the private random state."""
+        """Yield items, such as batches, that are fetched under the private random state, not the global one."""
         self._draws_later = True
         return self._iterate(items)
 
@@ -534,7 +534,7 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global generators past the draws of the epoch's order, unless other code has used them.
+        """Advance the global generators as if they had drawn the sample order, unless other code used them.
 
         It is called after the first items are drawn, and again at the end. The second call advances only generators
         that nothing else has used in between.
@@ -555,7 +555,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Return whether two random states agree, as one flag each for Python, NumPy and torch."""
+    """Compare two random states. Return three flags: whether they agree for Python, for NumPy and for torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 
@@ -565,7 +565,7 @@ def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool
 
 
 def _plain(state: Any) -> Any:
-    """Replace the NumPy arrays in a generator's state with plain dicts of dtype and values."""
+    """Convert a NumPy generator's state to dicts, lists and numbers. The inverse is `_arrays`."""
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -574,7 +574,7 @@ def _plain(state: Any) -> Any:
 
 
 def _arrays(state: Any) -> Any:
-    """Rebuild the NumPy arrays in a generator's state that `_plain` has replaced."""
+    """Convert the result of `_plain` back to a NumPy generator's state with arrays."""
     if isinstance(state, Mapping):
         if state.keys() == {"dtype", "values"}:
             return np.array(state["values"], dtype=state["dtype"])

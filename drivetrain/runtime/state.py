@@ -170,12 +170,12 @@ class PartialState:
 
     @classmethod
     def registry(cls) -> dict[str, Any]:
-        """Return the dict with the attributes of all instances, in which modules may store per-process objects."""
+        """Return the dict shared by all `PartialState` instances. Modules may store per-process objects in it."""
         return cls._shared
 
     @property
     def store(self) -> Store | None:
-        """Store used for rendezvous, or None with a single process or a process group that the script created."""
+        """Key-value store in which ranks find each other, or None in a single process or a group of the script."""
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
@@ -192,7 +192,7 @@ class PartialState:
             callback()
 
     def _leave(self) -> None:
-        """Leave the process group at exit, without waiting for other processes after an exception."""
+        """Leave the process group at exit. After an uncaught exception, do not wait for other processes."""
         store = self._shared.pop("store", None)
         if store is not None:
             self._release()
@@ -270,11 +270,11 @@ class PartialState:
 
     @property
     def fork_launched(self) -> bool:
-        """True if this process was forked by a notebook launcher."""
+        """True if the environment variable `FORK_LAUNCHED` says that a notebook launcher forked this process."""
         return os.environ.get("FORK_LAUNCHED", "").lower() in _TRUE
 
     def set_device(self) -> None:
-        """Make this process's device the current one of its device kind."""
+        """Select this process's device as the current one, as `torch.cuda.set_device` does for GPUs."""
         self.kind.set_device(self.device)
 
     @property
@@ -472,7 +472,7 @@ class PartialState:
 
 
 def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
-    """Open this rank's progress counter. If a launcher monitors it, count every optimizer step."""
+    """Open this rank's progress counter. If a launcher watches it, count each optimizer step as progress."""
     heartbeat = Heartbeat.attach()
     if heartbeat.watched:
         heartbeat.describe_waits(group_timeout(), spinning=kind.name != "cpu")
@@ -487,13 +487,13 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
 
 def _is_set(*names: str) -> bool:
-    """Return True if the first non-empty variable among `names` is `1`, `true`, `yes` or `on`."""
+    """Return True if the first non-empty environment variable among `names` is `1`, `true`, `yes` or `on`."""
     given = (os.environ[name] for name in names if os.environ.get(name))
     return next(given, "").lower() in _TRUE
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Return an environment with the rank and world size of an already initialized process group, if any."""
+    """Return an environment with the rank and world size of the process group that the script has made, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -547,7 +547,7 @@ def leave_run() -> None:
 
 
 def _sharing(kind: type[PartialState]) -> PartialState:
-    """Unpickle a state: return an instance that reads this process's state, initialized on first access."""
+    """Rebuild a pickled `PartialState`, which then has the state of the process that unpickles it."""
     state = kind.__new__(kind)
     state.__dict__ = PartialState.registry()
     return state

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Return True if every process reaches this point, identified by `name`, within `patience`.
+    """Wait until all processes have called this with the same `name`. Return False if not all do in time.
 
     No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
     answer, unless the process that serves the store has exited.
@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Collect a text from each process, in rank order. Return None if not all take part within `patience`."""
+    """Exchange a text between all processes, in rank order. Return None if not all call this within `patience`."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -71,7 +71,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """Coordination of a call that all processes attempt together, so that they succeed or fail together."""
+    """One call of a function on all processes, each of which learns whether the call has failed on another one."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
@@ -86,16 +86,16 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Start a joint attempt with the other processes. Return None if there are no others."""
+        """Tell the other processes that this one starts the call `what`. Return None in a single process."""
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
     def fail(self, error: BaseException) -> None:
-        """Report an error other than insufficient memory to the other processes, so that they fail too."""
+        """Tell the other processes that the call has failed here, so that they raise an error and do not wait."""
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for the outcomes of all processes. Return True if none of them ran out of memory."""
+        """Wait until all processes have finished the call. Return True if none of them ran out of memory."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

@@ -97,19 +97,19 @@ class Timing:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds spent in all parts of the run together."""
+        """Total of the measured seconds over all parts of the run, such as data loading and backward."""
         return sum(self._read()[0])
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fraction of the total time spent in each part of the run, as a dict from part name to fraction."""
+        """Fraction of the total time spent in each part of the run, such as `{"forward": 0.3, ...}`."""
         seconds = self.seconds
         total = sum(seconds.values())
         return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
 
     @property
     def inferred(self) -> float:
-        """Fraction of the total time that was extrapolated from sampled training steps instead of measured."""
+        """Fraction of the total time in steps that were not timed in detail, but estimated from sampled ones."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
@@ -138,7 +138,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Context manager that resets all times and then measures its body.
+        """Context manager that measures how the time of its body is spent. Earlier measurements are discarded.
 
         Args:
             sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
@@ -155,7 +155,7 @@ class Timing:
             self.on = self._runs = False
 
     def enter(self, part: int) -> int:
-        """Switch the clock to another part of the run, and return the number of the previous part.
+        """Stop the clock of the current part of the run and start that of `part`. Return the previous part.
 
         Args:
             part: One of the part numbers, such as `FORWARD`.
@@ -168,7 +168,7 @@ class Timing:
         return before
 
     def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, attributing its time to a part of the run, and return its result.
+        """Call a function, count its time for a part of the run such as `FORWARD`, and return its result.
 
         Check `on` first and call the function directly in an unmarked step.
 
@@ -215,7 +215,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide if the next training steps are timed. Return the batch count at which to decide again.
+        """Decide whether to time the next training steps. Return the batch count at which to call this again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -245,7 +245,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start an epoch with timed steps. Return the batch count at which to call `turn`.
+        """Start a run, whose first steps are all timed. Return the batch count at which to call `turn`.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -274,7 +274,7 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return the number of batches per timed batch, so that timing takes at most 0.1 % of the run."""
+        """Return of how many batches one is timed, so that timing takes at most 0.1 % of the training time."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
@@ -298,7 +298,7 @@ class Timing:
             self.enter(SYNC)
 
     def _read(self) -> tuple[list[float], list[float]]:
-        """Return seconds per part up to now, as two lists: all times, and those of randomly sampled steps."""
+        """Return the seconds per part measured so far, in all steps and only in the randomly sampled ones."""
         while True:
             since, at = self._since, self._at
             times, drawn = list(self._times), list(self._drawn)

@@ -74,7 +74,7 @@ class WorkQueue:
         self._signs: threading.Thread | None = None
 
     def wait_for_all(self) -> None:
-        """Wait until every process has created its queue. Otherwise an early exit could break their rendezvous.
+        """Wait until every process has created its queue, so that none exits while others still connect.
 
         Raises:
             CollectiveError: If a process does not create one within the store's timeout.
@@ -111,7 +111,7 @@ class WorkQueue:
         return _item(self._inputs, taken[0])
 
     def done(self, result: Any) -> None:
-        """Store the result of the item that this process took last, for all processes to read.
+        """Store the result of the input that this process took last, so that all processes can read it.
 
         Args:
             result: A picklable object. Its tensors are moved to the CPU.
@@ -145,7 +145,7 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results of all items in input order. Any process that has iterated to the end may call it.
+        """Return the results of all inputs, in input order. Call this after the loop over the queue has ended.
 
         Returns:
             A list with the objects passed to `done`, or None for an item without a call of `done`.
@@ -168,7 +168,7 @@ class WorkQueue:
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """Take the next item. Return its index and number of earlier attempts, or None once all items are done.
+        """Take an item for this process. Return its index and earlier attempts, or None once all items are done.
 
         Items whose process has died are taken again. The call waits as long as other processes may still die.
         """
@@ -330,7 +330,7 @@ def _item(inputs: Any, index: int) -> Any:
 
 
 def _machine_id() -> str:
-    """Return an ID of this machine and PID namespace, or an empty string if it cannot be read."""
+    """Return an ID shared by processes that can see each other's PIDs, or an empty string if it is unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

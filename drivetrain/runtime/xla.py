@@ -126,7 +126,7 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Compile and run all pending XLA operations. Wait for their completion if `wait` is True."""
+    """Execute all XLA operations recorded so far. If `wait` is True, return only after they have finished."""
     import_torch_xla().sync(wait=wait)
 
 
@@ -141,7 +141,7 @@ def rng_state() -> torch.Tensor:
 
 
 def seed_of(state: torch.Tensor) -> int:
-    """Return the seed that restores an XLA random generator to a state of eight bytes."""
+    """Convert a saved state of an XLA random generator (eight bytes) to the seed that restores it."""
     return int.from_bytes(bytes(state.tolist()), "little")
 
 

@@ -46,7 +46,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Quantize a linear layer, and return the new layer that replaces it in the model.
+        """Return a quantized layer with the given weight, to replace a linear layer in the model.
 
         Args:
             layer: The layer. Its bias is used unchanged.
@@ -57,7 +57,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def made(self, module: nn.Module) -> bool:
-        """Return True if a module is a quantized layer that this kind of quantizer has created.
+        """Return True if a module is a quantized layer of the kind that this quantizer creates.
 
         Args:
             module: The module.
@@ -65,7 +65,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return the state of a quantized layer in a form that files can store: plain tensors and texts.
+        """Convert a quantized layer to plain tensors and describing texts, which a safetensors file can store.
 
         Args:
             layer: The layer.
@@ -78,7 +78,7 @@ class Quantizer(ABC):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Rebuild a quantized layer from the plain tensors and texts that files contain.
+        """Rebuild a quantized layer from the tensors and texts of a file. This is the inverse of `saved`.
 
         Args:
             layer: The layer to replace.
@@ -88,7 +88,7 @@ class Quantizer(ABC):
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Return True if a file's tensor names show that its layer is already quantized.
+        """Return True if the names of a layer's tensors in a checkpoint show that it is already quantized.
 
         Args:
             names: Names of a layer's tensors in the file, without the bias.
@@ -96,14 +96,14 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Turn off inference-only kernels of a quantized layer, so that gradients flow in evaluation mode too.
+        """Undo what speeds up inference in a quantized layer, so that gradients flow in evaluation mode too.
 
         Args:
             layer: The layer.
         """
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the plain tensors that make up a quantized layer's weight, so that FSDP can shard them.
+        """Return the inner tensors of a quantized weight, such as packed values and scales, for FSDP to shard.
 
         Args:
             layer: The layer.
@@ -114,7 +114,7 @@ class Quantizer(ABC):
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Set the tensors that make up a quantized layer's weight, such as those that FSDP has gathered.
+        """Replace the inner tensors of a quantized weight, for example by those that FSDP has gathered.
 
         Args:
             layer: The layer.
@@ -124,14 +124,14 @@ class Quantizer(ABC):
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return the quantizer's options as plain values, from which its class can recreate it."""
+        """Return the constructor arguments that recreate this quantizer, as a dict of plain values."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a layer's weight in blocks of rows, moved to a device and cast to the layer's dtype.
+    """Yield a layer's weight on a device in blocks of rows, each with its slice, to limit memory.
 
     Quantizing needs several times the memory of its input, so small blocks save memory.
     """
@@ -156,7 +156,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Return the non-tensor attributes of a quantized tensor and its inner tensors, as text to compare."""
+    """Return the metadata of a quantized tensor and of its inner tensors as strings, to compare two tensors."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -170,7 +170,7 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a tensor from new inner tensors, with the subclass and options of the tensor `like`."""
+    """Build a quantized tensor with the class and options of `like` from the inner tensors in `parts`."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]

@@ -105,7 +105,7 @@ class BitsAndBytes(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def _keep_scales(self, made: Any) -> None:
-        """Keep bitsandbytes' kernel for AVX-512 from failing on a layer or from losing its exact scales.
+        """Work around a bitsandbytes kernel for AVX-512 CPUs, which fails on some shapes and rounds the scales.
 
         On CPUs with AVX-512 BF16, the first forward in evaluation packs the layer for another kernel. That kernel
         rounds the scales to bfloat16, and fails if rows or columns are not full blocks (bitsandbytes 0.50.2).
@@ -262,7 +262,7 @@ class BnbQuantizationConfig:
 
 
 def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield start and values of consecutive parts of a flattened weight, each made of whole scale blocks."""
+    """Regroup pieces of a weight into flat runs of whole blocks of `size` values. Yield the start and the values."""
     start, left = 0, None
     for _, piece in pieces:
         flat = piece.reshape(-1) if left is None else torch.cat([left, piece.reshape(-1)])

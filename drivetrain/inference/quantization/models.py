@@ -31,7 +31,7 @@ Map = Mapping[str, torch.device | str | int]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Record of how a model was quantized: the quantizer and the names of its layers.
+    """Description of a quantized model, stored with the model: the quantizer and the names of the quantized layers.
 
     Attributes:
         quantizer: The quantizer.
@@ -183,12 +183,12 @@ def default_skips(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return True if a module's name contains one of the given names as whole, consecutive parts."""
+    """Return True if a module has one of the given names or is inside of one, as `model.h.0.mlp` is inside of `h.0`."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
 def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
-    """Replace a linear layer of a model by a quantized one. Return the names of the checkpoint weights used."""
+    """Quantize the linear layer `name` of a model. Return the names of the checkpoint weights that were used."""
     layer: Any = model.get_submodule(name)
     texts: dict[str, str] = {}
     if source is None:
