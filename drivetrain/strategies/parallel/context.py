@@ -62,7 +62,7 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Number of equal chunks into which each sequence is cut. Each process holds one or, for balance, two of them."""
+        """Number of equal chunks into which each sequence is cut. Each process holds one, or two for balance."""
         return 2 * self.count if self.balanced else self.count
 
     @property
@@ -87,7 +87,7 @@ class SequenceShard:
         return torch.cat([parts[number] for number in self.own_chunks], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Join the parts of a tensor that processes have split along `dim`. Gradients flow back to each process's part."""
+        """Join the parts of a tensor that is split along `dim` over processes. Gradients flow back to each part."""
         # Gather along dimension 0, where the parts arrive contiguously. For other dimensions torch adds a copy.
         gathered: Tensor = _all_gather(tensor.contiguous(), 0, self.group)
         if isinstance(gathered, funcol.AsyncCollectiveTensor):

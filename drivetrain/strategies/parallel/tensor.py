@@ -425,10 +425,10 @@ class Layers:
     """Base class for tensor parallelism. It does nothing, and is used if layers are not split."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split the model's layers over tensor-parallel processes, in place. Modules with ids in `elsewhere` are skipped."""
+        """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare training: give tensor-parallel processes equal random state, and accept sharded logits in the loss."""
+        """Prepare training: give tensor-parallel processes equal random state, and enable loss on sharded logits."""
 
     def check(self, optimizer: Optimizer) -> None:
         """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""

@@ -490,7 +490,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Record that the current stage needs a tensor of an earlier stage, or raise if stages cannot send the tensor."""
+        """Record that the current stage needs a tensor of an earlier stage, or raise if it cannot be sent."""
         if origin.stage == self._stage:
             return
         if origin.lost:
