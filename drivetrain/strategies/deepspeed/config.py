@@ -450,7 +450,7 @@ def _fill_zero(zero: Config, known: Known) -> None:
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """Return the hidden size in the configuration of a Hugging Face model, or None for other models."""
+    """Return the hidden size of a Hugging Face model from its configuration, or None for other models."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])

@@ -30,7 +30,7 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of the parameters that received a gradient since the last step. Such a step leaves others unchanged.
+    """Record of which parameters received a gradient since the last step of a model's DeepSpeed engine.
 
     A step must leave the other parameters unchanged, as in plain PyTorch.
 
@@ -186,7 +186,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return this model's trained parameters in a list. A flat ZeRO tensor counts as the parameters it joins."""
+        """Return those parameters in a list that this model trains. A flat ZeRO tensor counts as its parameters."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -197,7 +197,7 @@ class TrainedModel:
         return [parameter for number, parameter in found.items() if number in trained]
 
     def all_trained(self) -> list[nn.Parameter]:
-        """Return all parameters that the engine's optimizer steps."""
+        """Return all parameters of the model that the engine's optimizer trains."""
         return [parameter for held in self._held.values() for parameter in held]
 
     def discard_gradients(self) -> None:
@@ -422,7 +422,7 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
 
 
 def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the parameters' gradients, whose total norm is `norm`, down to a norm of at most `max_norm`."""
+    """Scale the gradients of parameters down so that their total norm, given as `norm`, is at most `max_norm`."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(trained, parameters, coefficient)
 
@@ -433,7 +433,7 @@ def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Ten
 
 
 def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp each gradient element to `[-value, value]`."""
+    """Clamp each element of the given parameters' gradients to the range from `-value` to `value`."""
     bound = value * trained.layout.loss_scale
 
     def clamp(gradients: list[Tensor]) -> None:
@@ -515,7 +515,7 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Multiply an engine's gradients by the postponed factor `pending_scale`, once their accumulation is complete."""
+    """Apply the postponed factor `pending_scale` to an engine's gradients if their accumulation is complete."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
@@ -524,7 +524,8 @@ def complete(trained: TrainedModel) -> None:
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
     """Return a context for a backward pass whose gradients are added to those of an earlier pass before the step.
 
-    DeepSpeed's stages 1 and 2 would overwrite them. Raises `ConfigurationError` if they are offloaded.
+    DeepSpeed's stages 1 and 2 would overwrite the earlier gradients. Raises `ConfigurationError` if gradients are
+    offloaded.
     """
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()

@@ -418,7 +418,7 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """Return the layout that fits how a DeepSpeed engine stores gradients and optimizer state."""
+    """Return the `Layout` that matches how a DeepSpeed engine stores gradients and optimizer state."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

@@ -203,7 +203,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create Adagrad's running sums for the tensors that an engine steps, as Adagrad does only at construction."""
+    """Create Adagrad's state for the tensors that an engine steps. Adagrad creates its state only at construction."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -220,7 +220,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """Connection of DeepSpeed's communication to the `torch.distributed` process group of the run.
+    """Connection between DeepSpeed's communication and the `torch.distributed` process group of the run.
 
     Without a process group, a group of this one process is created.
 

@@ -57,7 +57,7 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 
 
 class DeepSpeedShards:
-    """Reader of a DeepSpeed checkpoint, which may have any ZeRO stage and any number of processes.
+    """Reader of a DeepSpeed checkpoint of any ZeRO stage, written by any number of processes.
 
     Attributes:
         folder: The checkpoint's folder.
@@ -142,7 +142,7 @@ class DeepSpeedShards:
         return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Return the checkpoint's frozen parameters by name, joined from the fragments of all ranks."""
+        """Return the frozen parameters in the checkpoint by name, each joined from its parts on all ranks."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
         return {
@@ -206,7 +206,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Call `read` with the DeepSpeed checkpoint in a folder, and convert errors to `CheckpointError`."""
+    """Return what the function `read` returns for the checkpoint in a folder. Errors become `CheckpointError`."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

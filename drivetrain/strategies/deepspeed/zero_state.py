@@ -127,7 +127,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load an optimizer state by parameter name into a DeepSpeed engine. It may come from any strategy."""
+    """Load an optimizer state, by parameter name, into a DeepSpeed engine. Any strategy may have saved the state."""
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -165,7 +165,7 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 class ZeroState(ModelState):
-    """Saving and loading of model and optimizer state that ZeRO shards over processes."""
+    """Saving and loading of models and optimizers whose state ZeRO shards over processes."""
 
     held_as = "parts"
 

@@ -500,7 +500,7 @@ class MegatronGroups:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """Process group of the pipeline that this process is part of. It has one process for each stage."""
+        """Process group of the pipeline that this process is part of, whose processes run different stages."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 

@@ -106,7 +106,7 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Assemble the full model's tensors by name, each on the CPU of one rank. A collective call.
+        """Assemble full tensors by name: each on one rank's CPU, and elsewhere a meta tensor. A collective call.
 
         Args:
             values: Returns the local part of an entry's tensor, for example a master weight.

@@ -20,7 +20,7 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 
 
 class MergedState(ModelState):
-    """Saving and loading of full state for a model and an optimizer of which each process has only a part."""
+    """Saving and loading of the full state of models and optimizers of which each process has only a part."""
 
     held_as = "parts"
 
@@ -183,7 +183,7 @@ def _local(entry: Entry, whole: Tensor) -> Tensor:
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Gather the names of the parameters in each optimizer group, as in the full model. A collective call."""
+    """Gather, for each optimizer group, the names of its parameters in the full model. A collective call."""
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups

@@ -334,13 +334,13 @@ class ParameterState:
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """Return a parameter's value in the optimizer, or its state `key`, as a full float32 tensor.
+        """Return a parameter's master weight, or its optimizer state `key`, as a full float32 tensor.
 
         A collective call of the processes that step the parameter together.
 
         Args:
             parameter: A parameter of the model.
-            key: The name of the state, or None for the value.
+            key: The name of the state, or None for the master weight.
         """
         stepped = self.find(parameter)
         value: Tensor | None = stepped.main
@@ -358,7 +358,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Set a parameter's value in the optimizer, or its state `key`, to this process's part of a full tensor."""
+        """Set a parameter's master weight, or its optimizer state `key`, to this process's part of a full tensor."""
         stepped = self.find(parameter)
         if stepped.main is None:
             return

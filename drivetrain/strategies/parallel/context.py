@@ -128,7 +128,7 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """Gather full sequences from all processes for each tensor in a step's output that has a part of them.
+        """Join the tensors of a step's output along `dim` over all processes, so that they cover full sequences.
 
         Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
         """
@@ -220,7 +220,7 @@ class SharedAttention(TorchFunctionMode):
 
 
 class RingAttention(SharedAttention):
-    """Attention context that computes ring attention with torch's `context_parallel`.
+    """Context in which attention over all processes' tokens runs as ring attention, by torch's `context_parallel`.
 
     Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al., 2023,
     https://arxiv.org/abs/2310.01889).
@@ -365,7 +365,7 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
 
 
 def active_shard() -> SequenceShard | None:
-    """Return the sequence shard of the active attention context, or None if sequences are not split."""
+    """Return which part of the sequences this process has in the active attention context, or None outside of one."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for mode in reversed(modes):
         if isinstance(mode, SharedAttention):
@@ -403,7 +403,7 @@ class Sequences:
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the model, wrapped so that it gets only this process's part of the sequences in a batch."""
+        """Return the model, wrapped so that each call gets only this process's part of the batch's sequences."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
@@ -447,7 +447,7 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split buffers over processes within the context. Raises an error if no attention is computed in it."""
+        """Split buffers over processes within the context. Raises an error if the context computes no attention."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield
@@ -494,7 +494,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def let_attention_run_split() -> None:
-    """Let DTensors compute attention on the CPU by registering sharding rules that torch lacks, at the first call."""
+    """Register sharding rules by which DTensors compute attention on the CPU, because torch lacks them."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

@@ -92,7 +92,7 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """Position of one rank in the device mesh.
+    """Position of a rank in the device mesh, from which its data shard and the ranks at other positions follow.
 
     Attributes:
         sizes: Number of processes along each dimension.

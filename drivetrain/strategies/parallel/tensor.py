@@ -422,7 +422,7 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Layers:
-    """Base class for tensor parallelism. It does nothing, and is used if layers are not split."""
+    """Base class for tensor parallelism, whose methods change nothing. It is used directly if `tp` is 1."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
         """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""
@@ -434,11 +434,11 @@ class Layers:
         """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""
 
     def teardown(self) -> None:
-        """Restore torch's own `F.cross_entropy`, if it was changed to accept sharded logits, at the end of a run."""
+        """Undo the changes to `F.cross_entropy` at the end of a run, if there are any."""
 
 
 class SplitLayers(Layers):
-    """Tensor parallelism that splits layers over the processes of a mesh, as a plan prescribes."""
+    """Tensor parallelism that splits the layers named in a plan over the processes of a mesh."""
 
     def __init__(
         self,

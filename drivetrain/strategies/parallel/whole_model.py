@@ -64,7 +64,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """Return the module that an earlier `prepare` made of a model, or None if the model is prepared the first time.
+    """Return the module that an earlier `prepare` made of a model, or None if the model was not prepared before.
 
     Raises `ConfigurationError` if the earlier mesh had other sizes.
     """

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """Pipeline schedule and the numbers of stages that it supports.
+    """Pipeline schedule of torch, and the numbers of stages on each process that the schedule supports.
 
     Attributes:
         name: Value of the option `pp_schedule`.
@@ -96,7 +96,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Allocate buffers to receive the activations and gradients of the next step, with a route per micro-batch."""
+        """Allocate receive buffers for the next step, for which `routes` has the tensor shapes of each micro-batch."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -284,7 +284,7 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Create pipeline options from the `pp_` arguments of `Parallel`, whose names lack the prefix.
+        """Create pipeline options from arguments of `Parallel` such as `pp_split`, given without the prefix `pp_`.
 
         Raises `ConfigurationError` if a name is unknown.
         """
@@ -318,7 +318,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Assignment of pipeline stages to processes."""
+    """Assignment of pipeline stages to processes, for a schedule and a number of stages on each process."""
 
     kind: ScheduleKind
     per_rank: int

@@ -115,7 +115,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Choose the modules of the given classes at which stages begin, so that stages have similar sizes."""
+    """Return names of modules of the given classes at which stages begin, so that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -224,7 +224,7 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
     """Map the name of each submodule that lies completely within one pipeline stage to the index of this stage.
 
-    Its parameters belong to one stage, and no other stage begins inside it.
+    All parameters of such a submodule belong to this stage, and no other stage begins inside the submodule.
     """
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):

@@ -181,7 +181,7 @@ class ModelCalls:
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return a `Call` of the split model, which adds to the arguments what the pipeline stages must exchange.
+        """Return a `Call` of the split model: its arguments, and which tensors the pipeline stages exchange.
 
         Raises `ConfigurationError` if an argument requires gradients.
         """

@@ -43,7 +43,7 @@ class Call:
     Attributes:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        route: The plan for the stages.
+        route: The tensors that the stages exchange.
         finish: Converts the last stage's output to the return value of the module.
     """
 
@@ -135,7 +135,7 @@ class StageModule(nn.Module):
         Args:
             *received: The tensors from earlier stages.
             inputs: The arguments and keyword arguments of the model.
-            call: The call of the model, with its plan for the stages.
+            call: The call of the model, with the tensors that the stages exchange.
         """
         module = self._whole.module
         try:
@@ -207,7 +207,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a function to replace a module of an earlier stage. It returns the received tensors, or zeros."""
+        """Return a function to replace a module of an earlier stage. It returns received tensors, or else zeros."""
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -355,7 +355,7 @@ class StageState:
         return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
-        """Replace parameters and buffers that only other processes hold by tensors on the meta device."""
+        """Replace parameters and buffers that only other processes hold by meta tensors, which need no memory."""
         stand_ins: dict[int, nn.Parameter] = {}
         for path, module in self._bare.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
@@ -493,7 +493,7 @@ _COMPUTED, _FAILED = 1, 0
 
 
 class StagedModel:
-    """Pipeline stage of a model for inference, with exactly one stage on each process of the run."""
+    """Model for inference whose pipeline stages run on different processes, exactly one stage on each process."""
 
     def __init__(
         self,
@@ -584,7 +584,7 @@ class _Link:
             yield pytree.tree_unflatten(filled, spec)
 
     def forward_request(self, request: Request | None) -> None:
-        """Send a request, the `(args, kwargs)` of a model call, to the next stage. None ends the requests."""
+        """Send a request, the `(args, kwargs)` of a model call, to the next stage. None means that no more follow."""
         if self._rank == self._last:
             return
         # Limits the memory of requests that the next stage has not received yet.

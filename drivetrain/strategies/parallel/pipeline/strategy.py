@@ -135,7 +135,7 @@ class TrainingWindow:
     def _seeds(self, count: int) -> list[int]:
         """Return a seed for each micro-batch, equal on all stages, so that all stages draw the same random numbers.
 
-        They come from a separate generator, so that the data order equals that of one process.
+        The seeds come from a separate generator, so that the data order equals that of one process.
         """
         drawn = torch.randint(2**62, (1,), generator=self._generator).to(self._topology.device)
         dist.broadcast(drawn, group=self._place.group, group_src=0)
@@ -238,7 +238,7 @@ class StagedEvaluation(nn.Module):
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
+        """Run `step` in all pipeline stages. Returns its result on the last stage, and None on others."""
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -286,7 +286,7 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Placer of a pipeline stage's module: it shards parameters, and enables recomputation and compilation."""
+    """Placer of a pipeline stage: it shards the stage's parameters, and enables recomputation and compilation."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
