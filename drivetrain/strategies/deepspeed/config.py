@@ -278,7 +278,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Settings of a run that fill in `"auto"` values of a DeepSpeed configuration, and that other values must match.
+    """Settings of a run that replace `"auto"` values in a DeepSpeed configuration, and must agree with other values.
 
     Attributes:
         world_size: Number of processes.
@@ -645,5 +645,5 @@ class Settings:
 
     @property
     def without_training(self) -> Config:
-        """Copy of the configuration without an optimizer and a scheduler, for models that are only evaluated."""
+        """Copy of the configuration without optimizer and scheduler sections, for models that are only evaluated."""
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

@@ -118,7 +118,7 @@ class Participation:
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Restart the record for a loaded checkpoint, with `without_state` as the parameters that never had a step."""
+        """Restart the record when a checkpoint is loaded. Parameters in `without_state` count as never stepped."""
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
@@ -288,7 +288,7 @@ class Engines:
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models that ran a forward pass since the last backward pass. Their engines must take part now.
+        """Return the models whose engines join the next backward pass: those that ran a forward since the last one.
 
         They are in the order of their forward passes. If there are none, return only the model that was prepared last.
         The record of forward passes is cleared.
@@ -428,7 +428,7 @@ def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients that an engine holds for the given parameters by a factor."""
+    """Multiply the gradients that a DeepSpeed engine holds for the given parameters by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 

@@ -47,7 +47,7 @@ class Layout(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale that the engine's gradients still contain as a factor. It is 1.0 without loss scaling."""
+        """Factor by which loss scaling has multiplied the engine's stored gradients. It is 1.0 without loss scaling."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Layout(ABC):
                     part.zero_()  # created by this step
 
     def finish_window(self) -> None:
-        """Complete the gradients of an accumulation window before an optimizer step, which offloading requires."""
+        """Finish the gradients of an accumulation window after its last backward pass, if they are offloaded."""
 
     def finish_step(self) -> None:
         """Zero the gradient buffers that DeepSpeed keeps after a step and would add to the next step's gradients."""

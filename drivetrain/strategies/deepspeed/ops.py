@@ -57,7 +57,7 @@ def build_root() -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return True if a DeepSpeed operator is compiled and can be loaded at once."""
+    """Return True if a DeepSpeed operator is already compiled, so that it loads at once."""
     folder = build_root() / name
     return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
 
@@ -163,7 +163,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Compile a DeepSpeed operator. Raises `ConfigurationError` if DeepSpeed has none of this name for the device."""
+    """Compile a DeepSpeed operator. Raises `ConfigurationError` if it does not exist for this kind of device."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -247,7 +247,7 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Drop DeepSpeed's secondary process group, because the setup of a new model asserts that none exists."""
+        """Drop the secondary process group of an earlier DeepSpeed model, which would make a new model's setup fail."""
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:

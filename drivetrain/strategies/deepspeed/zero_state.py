@@ -316,5 +316,5 @@ class DeepSpeedFormat(CheckpointFormat):
         return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
 
     def optimizer(self, folder: Path) -> Any:
-        """Return the full optimizer state in a DeepSpeed checkpoint folder, by parameter name if it stores names."""
+        """Return the full optimizer state in a DeepSpeed checkpoint folder, by parameter name, or else by index."""
         return read_deepspeed(folder, DeepSpeedShards.optimizer)

@@ -36,7 +36,7 @@ class MegatronProgram(Protocol):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Build the chunk of the model that one pipeline stage runs.
+        """Build and return the chunk of the model that one pipeline stage runs.
 
         Args:
             pre_process: True if the chunk begins with the embedding.
@@ -306,7 +306,7 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches to add to `count`. Interleaved stages need a multiple of the stages."""
+        """Return how many dummy micro-batches to add, as interleaved stages need a multiple of the stage count."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size

@@ -40,7 +40,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """State of megatron-core's optimizer, with the tensors that it steps, such as master weights, as keys."""
+        """State of megatron-core's optimizer, as a mapping from each tensor that it steps to the tensor's state."""
         return self.inner.state
 
     @state.setter
@@ -287,7 +287,7 @@ class ParameterState:
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Return the tensor that megatron-core's optimizer updates on this process for a parameter of the model."""
+        """Return which tensor megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -300,7 +300,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of optimizer state, such as `"exp_avg"`, each with True if it has the parameter's size."""
+        """Return the names of optimizer state, such as `"exp_avg"`, and for each if it has its parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():

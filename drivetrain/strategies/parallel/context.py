@@ -139,7 +139,7 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace the data of each buffer within the context by this process's part of the sequences.
+    """Replace the data of tensors within the context by this process's part of each sequence.
 
     Afterwards the buffers have their full data again, except those in `keep`. Raises `ConfigurationError` if `buffers`
     and `dims` differ in length.

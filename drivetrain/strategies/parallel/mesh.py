@@ -64,7 +64,7 @@ class MeshSizes:
         return self
 
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes of the five mesh dimensions as a tuple, in the order of `DIMENSIONS`."""
+        """Return the sizes of the mesh dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`, as a tuple."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @classmethod
@@ -130,7 +130,7 @@ class MeshPlace:
 
     @property
     def data_shard(self) -> DataShard:
-        """Index of the dataset's shard that this process loads, and the total number of shards.
+        """Shard of the dataset that this process loads: the index of the shard, and the number of shards.
 
         Ranks that differ only along `pp`, `cp` or `tp` share batches, so they get equal shards.
         """

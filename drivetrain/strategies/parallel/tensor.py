@@ -311,7 +311,7 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 
 
 class CopyCheck:
-    """Checker of parameters of which each tensor-parallel process holds a copy: their gradients must be equal.
+    """Checker that tensor-parallel copies of a parameter have equal gradients on all processes.
 
     With unequal gradients the copies would drift apart without an error.
     """
@@ -346,7 +346,6 @@ class CopyCheck:
             )
 
     def _is_split(self, parameter: Tensor) -> bool:
-        """Return True if the parameter is sharded over tensor-parallel processes."""
         if not isinstance(parameter, DTensor):
             return False
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -428,7 +427,10 @@ class Layers:
         """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare training: give tensor-parallel processes equal random state, and enable loss on sharded logits."""
+        """Prepare a model for training: give tensor-parallel processes equal random state, so that dropout agrees.
+
+        Also let `F.cross_entropy` accept logits that are sharded by class, if `loss_parallel` is set.
+        """
 
     def check(self, optimizer: Optimizer) -> None:
         """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""

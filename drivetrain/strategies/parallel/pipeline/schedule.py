@@ -243,7 +243,7 @@ def _loss(output: Tensor, target: Any) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the logger of torch's schedules within the context. It prints the full schedule on every failure."""
+    """Silence torch's schedule logger within the context, because it prints the full schedule on every failure."""
     noisy = logging.getLogger(torch_schedules.__name__)
     before = noisy.disabled
     noisy.disabled = True

@@ -572,7 +572,6 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        """Record the tensors that a module returned, so that the trace notices when a later stage uses them."""
         stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
         lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
         for index, leaf in enumerate(pytree.tree_leaves(output)):
@@ -602,7 +601,7 @@ class _Trace(TorchDispatchMode):
         return self._layout.modules[returned.module]
 
     def _cut(self, stage: int, entry: _Entry) -> Cut:
-        """Return which tensors a stage receives: arguments of its first module, and outputs of earlier modules."""
+        """Return a description of the tensors that a stage receives for the call of its first module in `entry`."""
         passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
         returned: list[Returned | None] = []
         shapes: list[TensorShape] = []

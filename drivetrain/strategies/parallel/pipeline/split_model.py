@@ -146,7 +146,7 @@ class Caught(BaseException):
 
 
 class ModelCalls:
-    """Interceptor of calls of a model that is split into stages. It hands each call to the pipeline instead."""
+    """Interceptor of a split model's forward calls: within a task's step, it hands each call to the pipeline."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -204,5 +204,5 @@ class ModelCalls:
         return self._routes[key]
 
     def close(self) -> None:
-        """Stop intercepting forward calls of the split module. Parameters of other stages stay on the meta device."""
+        """Stop intercepting calls of the split model. Parameters of other stages remain on the meta device."""
         self.split.whole.__dict__.pop(CALL, None)

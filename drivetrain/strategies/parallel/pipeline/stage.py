@@ -72,7 +72,7 @@ class _Unregistered:
 
 
 class StageModule(nn.Module):
-    """Module with the parameters of one pipeline stage, whose forward computes only this stage of the model.
+    """Module that runs one pipeline stage of a model, and that contains only the parameters of this stage.
 
     Sharding and compilation are applied to this module. Its parameters are those of the stage.
     """
@@ -124,7 +124,7 @@ class StageModule(nn.Module):
         return self.stage == self.layout.count - 1
 
     def put_back(self) -> None:
-        """Set the original model's parameters to those of this stage, which sharding may have replaced."""
+        """Set the original model's parameters to those of this stage, which sharding may have replaced by new ones."""
         for own, name in self._loose.items():
             module, key = self._slot(name)
             module._parameters[key] = self._parameters[own]
@@ -228,7 +228,7 @@ class StageModule(nn.Module):
         return call
 
     def _blank(self, like: TensorShape) -> Tensor:
-        """Return cached zeros of the given shape and dtype, as a module output whose values do not matter."""
+        """Return cached zeros of the given shape and dtype, in place of a module output whose values do not matter."""
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
@@ -373,7 +373,7 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Restrict an optimizer to this process's parameters, and remember all names in its original groups."""
+        """Restrict an optimizer to this process's parameters, and remember the names that its groups had before."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -398,7 +398,6 @@ class StageState:
         return state
 
     def _from_holder(self, name: str, value: Tensor) -> Tensor:
-        """Return a copy of a buffer, with the value from the stage that owns the buffer. A collective call."""
         value = value.detach().clone()
         dist.broadcast(value, group=self.group, group_src=self._holders[name])
         return value

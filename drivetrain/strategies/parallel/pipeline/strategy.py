@@ -155,7 +155,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Operations on the gradients of a model that is split over pipeline stages, with norms over all stages."""
+    """Operations on the gradients of a split model, such as clipping by the norm over all its pipeline stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model into stages. Also returns the `id` of each module whose parameters are not on this process."""
+        """Split a model into stages. Also returns the `id` of each module whose parameters are on other processes."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} splits {type(model).__name__} into stages, which interleave forward "
