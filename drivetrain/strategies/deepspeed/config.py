@@ -108,7 +108,7 @@ def _truth(key: str, value: Any) -> bool:
 
 
 def require_deepspeed() -> None:
-    """Raise if the deepspeed package is not installed."""
+    """Raise `ConfigurationError` if the deepspeed package is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
             "strategy='deepspeed' needs the package deepspeed, which is not installed. Install it: "
@@ -161,7 +161,7 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise `ConfigurationError`, because only the optimizer that `prepare` returns for a placeholder can step."""
+        """Raise `ConfigurationError`: a placeholder cannot step. Step the optimizer that `prepare` returns instead."""
         raise ConfigurationError(
             "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
             "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
@@ -278,7 +278,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Settings of the run that fill in `"auto"` values of a DeepSpeed configuration and must not contradict it.
+    """Settings of a run that replace `"auto"` values in a DeepSpeed configuration, and must agree with other values.
 
     Attributes:
         world_size: Number of processes.
@@ -322,7 +322,7 @@ def complete(config: Config, known: Known) -> Config:
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage of a DeepSpeed configuration, or None if the stage is missing or `"auto"`."""
+    """Return the ZeRO stage that a DeepSpeed configuration sets, or None if the stage is missing or `"auto"`."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else int(found)
 
@@ -355,7 +355,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in the batch sizes of a DeepSpeed configuration, which DeepSpeed uses to count samples.
+    """Fill in and check the batch sizes of a DeepSpeed configuration, which DeepSpeed uses only to count samples.
 
     The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
     """
@@ -450,7 +450,7 @@ def _fill_zero(zero: Config, known: Known) -> None:
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """Return the hidden size in the configuration of a Hugging Face model, or None for other models."""
+    """Return the hidden size of a Hugging Face model from its configuration, or None for other models."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])
@@ -532,9 +532,10 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Merge the arguments of `DeepSpeed` into the user's configuration. Returns the merged dict and the ZeRO stage.
+    """Merge the arguments of `DeepSpeed` into the user's configuration, given as a dict, path or JSON text, or None.
 
-    Raises `ConfigurationError` if an argument and the configuration set different values, or an option is invalid.
+    Returns the merged dict and the ZeRO stage. Raises `ConfigurationError` if an argument and the configuration set
+    different values, or an option is invalid.
     """
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
@@ -560,7 +561,7 @@ def build_config(
 
 
 def check_zero_options(config: Config) -> None:
-    """Raise if the installed DeepSpeed lacks a key of `zero_optimization`."""
+    """Raise `ConfigurationError` if `zero_optimization` has a key that the installed DeepSpeed does not know."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -580,7 +581,7 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set an option in a section of a DeepSpeed configuration, or raise if the section already sets another value."""
+    """Set an option in a DeepSpeed configuration, unless `value` is None. Raises if the option has another value."""
     if value is None:
         return
     key = path.rpartition(".")[2]
@@ -621,7 +622,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """DeepSpeed configuration, together with the options of the strategy that are not part of it.
+    """DeepSpeed configuration, with further options of the `DeepSpeed` strategy that this format does not contain.
 
     Attributes:
         config: The configuration, in which `"auto"` values are not yet filled in.
@@ -644,5 +645,5 @@ class Settings:
 
     @property
     def without_training(self) -> Config:
-        """Copy of the configuration without an optimizer and a scheduler, for models that are only evaluated."""
+        """Copy of the configuration without optimizer and scheduler sections, for models that are only evaluated."""
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

@@ -30,7 +30,7 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of which parameters received a gradient since the last step of a DeepSpeed engine.
+    """Record of which parameters received a gradient since the last step of a model's DeepSpeed engine.
 
     A step must leave the other parameters unchanged, as in plain PyTorch.
 
@@ -60,7 +60,7 @@ class Participation:
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise `ConfigurationError` if a parameter was frozen when its engine was built and is now trainable."""
+        """Raise `ConfigurationError` if a parameter was unfrozen after `prepare`, which DeepSpeed would ignore."""
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
@@ -72,7 +72,7 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters that had no gradient on any process in this step. A collective call.
+        """Return the parameters that received no gradient on any process since the last step. A collective call.
 
         The record is then cleared for the next step.
         """
@@ -91,9 +91,9 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Warn if any of the named parameters missed earlier steps, since the shared step count is too high for it.
+        """Warn about parameters that missed earlier steps, if the step count that they share is now wrong for them.
 
-        Raises `ConfigurationError` if it was frozen during those steps.
+        Raises `ConfigurationError` if one of them was frozen during those steps.
         """
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
@@ -118,7 +118,7 @@ class Participation:
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Mark the named parameters, which have no optimizer state in a checkpoint, as never stepped."""
+        """Restart the record when a checkpoint is loaded. Parameters in `without_state` count as never stepped."""
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
@@ -131,7 +131,7 @@ class Participation:
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the model's names of the given parameters. Parameters that the model lacks are left out."""
+    """Return the names that parameters have in a model. Parameters that do not belong to the model are left out."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 
@@ -150,7 +150,7 @@ def listed(names: list[str], most: int = 8) -> str:
 
 
 class TrainedModel:
-    """DeepSpeed engine of one prepared model, together with the state of its accumulated gradients.
+    """Prepared model with its DeepSpeed engine, its optimizer and the state of its accumulated gradients.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.
@@ -182,11 +182,11 @@ class TrainedModel:
 
     @property
     def is_low_precision(self) -> bool:
-        """True if the engine keeps float32 master weights next to low-precision parameters."""
+        """True if the engine has float32 master weights, and the model's parameters are in bfloat16 or float16."""
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return the model's trained parameters among the given ones. Flat ZeRO tensors count as their parameters."""
+        """Return those parameters in a list that this model trains. A flat ZeRO tensor counts as its parameters."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -197,7 +197,7 @@ class TrainedModel:
         return [parameter for number, parameter in found.items() if number in trained]
 
     def all_trained(self) -> list[nn.Parameter]:
-        """Return all parameters that the engine's optimizer steps."""
+        """Return all parameters of the model that the engine's optimizer trains."""
         return [parameter for held in self._held.values() for parameter in held]
 
     def discard_gradients(self) -> None:
@@ -208,7 +208,7 @@ class TrainedModel:
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Reset the flags of accumulated gradients, after the gradients were used in a step or dropped."""
+        """Record that the engine has no accumulated gradients, after a step has used them or they were dropped."""
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
@@ -216,7 +216,7 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine's optimizer, leaving parameters without a gradient unchanged. A collective call."""
+        """Step the engine's optimizer, but leave parameters without a gradient unchanged. A collective call."""
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -245,7 +245,7 @@ class Engines:
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Destroy a model's engine from an earlier `prepare`, whose hooks would act on the new engine's gradients."""
+        """Destroy the engine from a model's earlier `prepare`, so that its hooks do not affect a new engine."""
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
@@ -282,15 +282,16 @@ class Engines:
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
-        """Record that a model ran a forward pass, so that the next backward pass knows which engines took part."""
+        """Record that a model ran a forward pass, because the next backward pass must involve its engine."""
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models that ran a forward pass since the last backward pass, in the order of these passes.
+        """Return the models whose engines join the next backward pass: those that ran a forward since the last one.
 
-        If there are none, return only the model that was prepared last. The record of forward passes is cleared.
+        They are in the order of their forward passes. If there are none, return only the model that was prepared last.
+        The record of forward passes is cleared.
         """
         trainable = [trained for trained in self._trained if trained.groups]
         ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
@@ -300,7 +301,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """Optimizer for training loops that steps a DeepSpeed engine. `prepare` returns it for the user's optimizer.
+    """Optimizer that `prepare` returns in place of the user's optimizer. Its `step` steps the DeepSpeed engine.
 
     Parameter groups, options and state are those of the optimizer inside the engine.
     """
@@ -367,7 +368,7 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
 
 
 class _Settled(list[Any]):
-    """List of parameter groups or parameters that refuses changes, because a DeepSpeed engine would ignore them."""
+    """Read-only list of parameter groups or of the parameters in a group. DeepSpeed would ignore changes to them."""
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -378,7 +379,7 @@ class _Settled(list[Any]):
 
 
 class _Group(dict[str, Any]):
-    """Parameter group that passes changed options, such as `lr`, on to the optimizer inside a DeepSpeed engine."""
+    """Parameter group whose changes of options, such as `lr`, are copied to the optimizer in the DeepSpeed engine."""
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__(inner, params=parameters)
@@ -421,18 +422,18 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
 
 
 def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the parameters' gradients, whose total norm is `norm`, down to a norm of at most `max_norm`."""
+    """Scale the gradients of parameters down so that their total norm, given as `norm`, is at most `max_norm`."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(trained, parameters, coefficient)
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients that an engine holds for the given parameters by a factor."""
+    """Multiply the gradients that a DeepSpeed engine holds for the given parameters by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 
 def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp each gradient element to `[-value, value]`."""
+    """Clamp each element of the given parameters' gradients to the range from `-value` to `value`."""
     bound = value * trained.layout.loss_scale
 
     def clamp(gradients: list[Tensor]) -> None:
@@ -514,16 +515,17 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Apply a postponed scaling of an engine's gradients if their accumulation window is finished."""
+    """Apply the postponed factor `pending_scale` to an engine's gradients if their accumulation is complete."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which a second backward pass before the step adds to the gradients of the first.
+    """Return a context for a backward pass whose gradients are added to those of an earlier pass before the step.
 
-    DeepSpeed's stages 1 and 2 would overwrite them. Raises `ConfigurationError` if they are offloaded.
+    DeepSpeed's stages 1 and 2 would overwrite the earlier gradients. Raises `ConfigurationError` if gradients are
+    offloaded.
     """
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()

@@ -27,7 +27,7 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Base class for reading and changing the gradients and optimizer state in a DeepSpeed engine.
+    """Base class for access to the gradients, master weights and optimizer state that a DeepSpeed engine stores.
 
     Attributes:
         replicated: True if each process holds full gradients, so that norms are not summed over processes.
@@ -47,18 +47,18 @@ class Layout(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale by which the engine's gradients are still multiplied. It is 1.0 without loss scaling."""
+        """Factor by which loss scaling has multiplied the engine's stored gradients. It is 1.0 without loss scaling."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Return the parts of the parameters' reduced gradients that this process holds.
+        """Return the reduced gradients of parameters, or this process's parts of them if gradients are sharded.
 
         Parameters without a part on this process are left out. Call `commit` after changing the tensors in place.
         """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Write gradients that were changed in place back to the engine, in case `gradients` returned copies."""
+        """Write changed gradients back to the engine, in case the method `gradients` has returned copies."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -70,17 +70,17 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Copy this process's part of a full tensor to a parameter's master weight, or to its optimizer state `key`."""
+        """Set a parameter's master weight, or its optimizer state `key`, to this process's part of a full tensor."""
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """Yield each tensor that the wrapped optimizer steps on this process, and the model parameters in the tensor.
+        """Yield each tensor that the optimizer steps on this process, with a list of the model parameters in it.
 
         At ZeRO stages 1 to 3, such a tensor is flat and contains parts of many parameters.
         """
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """Return views of this process's part of a parameter, of its master weight and of its optimizer state.
+        """Return this process's part of a parameter, of its master weight and of its state, as a dict of views.
 
         The keys are `""` for the parameter, None for the master weight, and the names of the state tensors. The dict is
         empty if no views exist, for example with state on NVMe.
@@ -89,7 +89,7 @@ class Layout(ABC):
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Undo what an optimizer step within the context does to the given parameters and their optimizer state.
+        """Undo an optimizer step within the context for the given parameters, including their optimizer state.
 
         Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
         weight decay would change them.
@@ -104,13 +104,13 @@ class Layout(ABC):
                     part.zero_()  # created by this step
 
     def finish_window(self) -> None:
-        """Complete offloaded gradients after the last backward pass of an accumulation window."""
+        """Finish the gradients of an accumulation window after its last backward pass, if they are offloaded."""
 
     def finish_step(self) -> None:
-        """Clear gradients that DeepSpeed keeps after an optimizer step and would add to those of the next step."""
+        """Zero the gradient buffers that DeepSpeed keeps after a step and would add to the next step's gradients."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
-        """Return True if a parameter's update uses a step count that other parameters share, as in Adam."""
+        """Return True if a parameter's update depends on a step count that other parameters share, as in Adam."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
         return any(
@@ -118,11 +118,11 @@ class Layout(ABC):
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Return True if the engine's optimizer steps the parameter."""
+        """Return True if the engine's optimizer updates the parameter."""
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Return, by parameter `id`, the names of its optimizer state tensors and its other optimizer state.
+        """Map each parameter's `id` to the names of its optimizer state tensors and to the rest of its state.
 
         The tensors must be gathered by name. The other state is a dict of values that each process has, such as a step
         count.
@@ -138,7 +138,7 @@ class Layout(ABC):
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Allocate the optimizer's state tensors, so that the values of a checkpoint can be written to them.
+        """Allocate the engine's optimizer state, so that the values of a checkpoint can then be written to it.
 
         Args:
             states: The saved state of each parameter, by the parameter's `id`. Values that are not tensors are copied.
@@ -313,7 +313,7 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """Return this process's slice of a parameter's master weight or optimizer state, or None if it has no slice."""
+        """Return this process's slice of a parameter's master weight or state `key`, or None if it has no slice."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -327,7 +327,7 @@ class FlatLayout(Layout):
 
 
 class PartitionedLayout(Layout):
-    """Layout of ZeRO stage 3, where each process holds a part of every parameter and of its state."""
+    """Layout of ZeRO stage 3, where each process holds a part of every parameter, gradient and optimizer state."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -418,7 +418,7 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """Return the layout that fits how a DeepSpeed engine stores gradients and optimizer state."""
+    """Return the `Layout` that matches how a DeepSpeed engine stores gradients and optimizer state."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

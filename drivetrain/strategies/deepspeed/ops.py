@@ -57,13 +57,13 @@ def build_root() -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return True if a DeepSpeed operator is compiled and can be loaded at once."""
+    """Return True if a DeepSpeed operator is already compiled, so that it loads at once."""
     folder = build_root() / name
     return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
 
 
 def check_locks(names: Sequence[str]) -> None:
-    """Raise if DeepSpeed would wait forever for the lock of a build that was killed."""
+    """Raise `ConfigurationError` if an interrupted build has left a lock for which DeepSpeed would wait forever."""
     for name in names:
         lock = build_root() / name / "lock"
         if is_stale(lock):
@@ -129,7 +129,7 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Set `torch_adam` in the optimizer section of a CPU run if DeepSpeed's own Adam is not compiled yet."""
+    """Choose torch's Adam on a CPU if DeepSpeed's Adam is not compiled, because compiling it would take minutes."""
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
@@ -144,7 +144,7 @@ def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, A
 
 
 def require_async_io() -> None:
-    """Raise if offloading to NVMe cannot work on this machine."""
+    """Raise `ConfigurationError` if DeepSpeed's operator for offloading to NVMe cannot be compiled on this machine."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
@@ -163,7 +163,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Compile a DeepSpeed operator. Raises `ConfigurationError` if DeepSpeed has none of this name for the device."""
+    """Compile a DeepSpeed operator. Raises `ConfigurationError` if it does not exist for this kind of device."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -185,7 +185,7 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Keep DeepSpeed from replacing the user's Adagrad optimizer when it builds an engine within the context.
+    """Hide the class of an Adagrad optimizer within the context, so that DeepSpeed does not replace the optimizer.
 
     DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
     schedules would then have no effect, and a second group would break the engine.
@@ -203,7 +203,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create Adagrad's running sums for the tensors that an engine steps, as Adagrad does only at construction."""
+    """Create Adagrad's state for the tensors that an engine steps. Adagrad creates its state only at construction."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -220,7 +220,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """Connection of DeepSpeed's communication to the `torch.distributed` process group of the run.
+    """Connection between DeepSpeed's communication and the `torch.distributed` process group of the run.
 
     Without a process group, a group of this one process is created.
 
@@ -247,11 +247,11 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Drop DeepSpeed's group for `zero_hpz_partition_size`, because a new model asserts that none exists yet."""
+        """Drop the secondary process group of an earlier DeepSpeed model, which would make a new model's setup fail."""
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Release DeepSpeed's references to the process group, unless another strategy still needs them."""
+        """Make DeepSpeed drop its references to the process group, unless another strategy still needs them."""
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return

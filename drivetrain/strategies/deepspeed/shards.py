@@ -27,7 +27,7 @@ _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class _Inert:
-    """Replacement for pickled DeepSpeed objects, such as loss scalers, whose contents the reader does not need."""
+    """Empty replacement for classes in DeepSpeed's pickles, whose code must not run when a checkpoint is read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -57,7 +57,7 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 
 
 class DeepSpeedShards:
-    """Reader of a DeepSpeed checkpoint, which may have any ZeRO stage and any number of processes.
+    """Reader of a DeepSpeed checkpoint of any ZeRO stage, written by any number of processes.
 
     Attributes:
         folder: The checkpoint's folder.
@@ -135,14 +135,14 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and full tensor, joined from the flat tensors of all ranks."""
+        """Join the flat tensors of all ranks and cut them into parameters. Yields `(name, tensor)` pairs."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
         return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Return the checkpoint's frozen parameters by name, joined from the fragments of all ranks."""
+        """Return the frozen parameters in the checkpoint by name, each joined from its parts on all ranks."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
         return {
@@ -161,7 +161,7 @@ class DeepSpeedShards:
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Cut the flat tensor of each parameter group into parameters. Yields their names and tensors."""
+    """Cut flat tensors, one for each parameter group, into parameters. Yields `(name, tensor)` pairs."""
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
@@ -172,7 +172,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Join parameters of ZeRO stage 3 from the flat tensors of all ranks. Yields their names and tensors."""
+    """Join the parts of each parameter in all ranks' flat tensors of ZeRO stage 3. Yields `(name, tensor)` pairs."""
     start = 0
     for group in shapes:
         for name, shape in group.items():
@@ -206,7 +206,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Return the result of `read` for a DeepSpeed checkpoint. Raises `CheckpointError` if the content is invalid."""
+    """Return what the function `read` returns for the checkpoint in a folder. Errors become `CheckpointError`."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -143,7 +143,7 @@ class DeepSpeed(Configured):
 
     @property
     def zero_init(self) -> bool:
-        """True if ZeRO-3 shards parameters as soon as a model is constructed within `init_context`."""
+        """True if ZeRO-3 shards a model's parameters already while the model is constructed in `init_context`."""
         return self.settings.zero_init
 
     @property
@@ -253,7 +253,7 @@ class DeepSpeed(Configured):
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Prepare a model that is only evaluated. If ZeRO-3 shards the model, an engine gathers its parameters."""
+        """Prepare a model without an optimizer. It gets a DeepSpeed engine only if ZeRO-3 shards its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -523,7 +523,7 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the parameter names of each parameter group. Empty groups are left out, as DeepSpeed drops them.
+    """Return the parameter names in each group of an optimizer, without empty groups, which DeepSpeed drops.
 
     Raises `ConfigurationError` if a parameter does not belong to the model.
     """

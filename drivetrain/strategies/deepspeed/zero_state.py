@@ -27,7 +27,7 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Gather the full parameters and buffers of a model with a DeepSpeed engine, by name. A collective call.
+    """Gather a model's full parameters and buffers from its DeepSpeed engine, by name. A collective call.
 
     Args:
         trained: The model's engine.
@@ -70,7 +70,7 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load full tensors into the parameters, buffers and master weights of a DeepSpeed engine. A collective call.
+    """Load a full state dict into a model and its DeepSpeed engine, master weights included. A collective call.
 
     Returns the missing and unexpected names. Raises `CheckpointError` if there are any and `strict` is True, or if a
     shape is wrong.
@@ -110,7 +110,7 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
 
 
 def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
-    """Gather an engine's full optimizer state by parameter name, and its parameter groups. A collective call."""
+    """Gather the full optimizer state of a DeepSpeed engine, by parameter name. A collective call."""
     known = trained.layout.shared_state()
     untouched = trained.participation.never_stepped
     state: State = {}
@@ -127,7 +127,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load an optimizer state by parameter name into a DeepSpeed engine. It may come from any strategy."""
+    """Load an optimizer state, by parameter name, into a DeepSpeed engine. Any strategy may have saved the state."""
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -143,7 +143,7 @@ def write_optimizer(trained: TrainedModel, saved: State) -> None:
 
 
 def is_partitioned(value: Any) -> bool:
-    """Return True if ZeRO-3 has partitioned the parameter."""
+    """Return True if a value is a parameter that ZeRO-3 has partitioned over processes."""
     return hasattr(value, "ds_id")
 
 
@@ -165,7 +165,7 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 class ZeroState(ModelState):
-    """Saving and loading of model and optimizer state that ZeRO shards over processes."""
+    """Saving and loading of models and optimizers whose state ZeRO shards over processes."""
 
     held_as = "parts"
 
@@ -178,7 +178,7 @@ class ZeroState(ModelState):
         return getattr(parameter, "ds_numel", elements), trained
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a model's full tensors by name, each on one of the processes. With `full`, all of them are on rank 0.
+        """Return a model's state dict of full tensors, each on one process. With `full`, all are on rank 0.
 
         Unless `full` is set, float32 master weights replace low-precision weights, and each tensor gathered from all
         processes is a meta tensor on all processes but one. No process then holds the whole state.
@@ -260,7 +260,7 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
 
 
 def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the float32 weights in a DeepSpeed checkpoint by name, without executing code from the files."""
+    """Return the full float32 weights in a DeepSpeed checkpoint directory by name. No code in its files is executed."""
     weights: dict[str, Tensor] = read_deepspeed(folder_of(directory), DeepSpeedShards.weights)
     if weights and all(name.startswith("task.") for name in weights):
         # A Trainer's engine holds the task in a module of its own.
@@ -316,5 +316,5 @@ class DeepSpeedFormat(CheckpointFormat):
         return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
 
     def optimizer(self, folder: Path) -> Any:
-        """Return the full optimizer state in a DeepSpeed checkpoint folder, by parameter name if it stores names."""
+        """Return the full optimizer state in a DeepSpeed checkpoint folder, by parameter name, or else by index."""
         return read_deepspeed(folder, DeepSpeedShards.optimizer)

@@ -75,7 +75,7 @@ class MegatronOptions:
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Return a rank's position in the grid of parallel dimensions, where tensor-parallel ranks are adjacent.
+        """Return a rank's coordinates in the device mesh that the parallel sizes define, as a `MeshPlace`.
 
         Raises `ConfigurationError` if the parallel sizes do not fit `world_size`.
         """
@@ -240,7 +240,7 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
 
 
 def _refuse_losses_beside(config: Any) -> None:
-    """Raise `ConfigurationError` if a model averages losses per token and its layers add auxiliary losses."""
+    """Raise `ConfigurationError` if the loss is averaged per token but layers add auxiliary losses of their own."""
     beside = [name for name in ("num_moe_experts", "mtp_num_layers") if getattr(config, name, None)]
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
@@ -323,7 +323,7 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
 
 
 def _check_distributed(optimizer: Optimizer) -> None:
-    """Raise `ConfigurationError` if megatron-core cannot shard the state of an optimizer of this class."""
+    """Raise `ConfigurationError` if megatron-core's distributed optimizer does not support the optimizer's class."""
     from megatron.core import optimizer as kernels
 
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
@@ -337,7 +337,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Convert megatron-core's assertion errors about layer sizes within the context to `ConfigurationError`."""
+    """Within the context, convert megatron-core's assertions about layer sizes to `ConfigurationError`."""
     try:
         yield
     except AssertionError as error:
@@ -472,7 +472,7 @@ _OWNER = "megatron_groups"
 
 
 class MegatronGroups:
-    """Process groups and random state that megatron-core keeps globally in each process, set up for one run."""
+    """Process groups and random state for one run. Megatron-core keeps both as globals of the process."""
 
     def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
         from megatron.core import parallel_state
@@ -500,7 +500,7 @@ class MegatronGroups:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """Process group of the stages of the pipeline that this process is part of."""
+        """Process group of the pipeline that this process is part of, whose processes run different stages."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 
@@ -517,7 +517,7 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Seed random numbers within the context so that a model's replicas start equal and its shards different."""
+        """Seed random numbers within the context, so that a new model's replicas are equal and its shards differ."""
         generator = own_generator("megatron")
         # Without a seed, processes draw different numbers, so all take rank 0's. Later draws need no communication.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
@@ -543,7 +543,7 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random generator from which each optimizer step draws a seed, or None before a model was built."""
+        """Random generator that draws a seed for each optimizer step, or None before a model was built."""
         return self._generator
 
     @staticmethod

@@ -27,7 +27,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """Parameter or buffer on this process, with its position in a tensor of the full model.
+    """Parameter or buffer on this process, and which part of a tensor of the full model it is.
 
     Attributes:
         name: The name of the full tensor.
@@ -44,11 +44,11 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Split a tensor of the local shape into views, and pair each view with its slices in the full tensor."""
+        """Return views into `like`, a tensor of the local shape, each with its slices in the full tensor."""
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of the full tensor `whole` into `like`, a tensor of the local shape.
+        """Copy this process's part of the full tensor `whole` into `like`, which has the local tensor's shape.
 
         Raises `CheckpointError` if `whole` has a wrong shape.
         """
@@ -62,7 +62,7 @@ class Entry:
 
 
 class Layout:
-    """Map from the full model's tensors to the parts on all processes. Creating it is a collective call.
+    """Map of which process holds which part of each tensor of the full model. Creating it is a collective call.
 
     Attributes:
         entries: The tensors of this process.
@@ -97,7 +97,7 @@ class Layout:
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """Return the rank that stores a full tensor. Successive tensors are stored by the given ranks in turn."""
+        """Return which of `ranks` stores a full tensor. Successive tensors go to different ranks, to share memory."""
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -106,7 +106,7 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Assemble full tensors by name, each on the CPU of one rank and as a meta tensor elsewhere. A collective call.
+        """Assemble full tensors by name: each on one rank's CPU, and elsewhere a meta tensor. A collective call.
 
         Args:
             values: Returns the local part of an entry's tensor, for example a master weight.
@@ -146,7 +146,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of the full parameter to which a local tensor belongs."""
+        """Return the number of elements of the full tensor of which a local tensor is a part."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 

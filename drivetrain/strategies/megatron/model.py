@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """Protocol of a task that has megatron-core's `model_provider` and `forward_step`, such as `MegatronTask`.
+    """Protocol of tasks that build and run a megatron-core model. `MegatronTask` implements this protocol.
 
     Attributes:
         chunks: The model chunks of this process.
@@ -36,7 +36,7 @@ class MegatronProgram(Protocol):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Build the chunk of the model that one pipeline stage runs.
+        """Build and return the chunk of the model that one pipeline stage runs.
 
         Args:
             pre_process: True if the chunk begins with the embedding.
@@ -46,14 +46,14 @@ class MegatronProgram(Protocol):
         """
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one model chunk on the next batch. Returns its output and the function that computes the loss."""
+        """Run a model chunk on the iterator's next batch. Returns its output and a function that computes the loss."""
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
         """Return the number of rows and the sequence length of a batch, which determine the shapes of activations."""
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the number of rows and the length of a batch's first tensor that has at least two dimensions.
+    """Return the number of rows and the length of a batch, from its first tensor with at least two dimensions.
 
     In a dict, `tokens` and `input_ids` come first. Raises `ConfigurationError` if there is no such tensor.
     """
@@ -79,7 +79,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Record of a model prepared for megatron-core: its chunks on this process and their optimizer.
+    """Model that `Megatron` has prepared, with its chunks on this process, their layout and their optimizer.
 
     Attributes:
         called: The module that `prepare` returned.
@@ -100,7 +100,7 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """Task to which the model belongs. Raises `ConfigurationError` if it is not a `MegatronTask`."""
+        """Task that contains the model. Raises `ConfigurationError` if its class is not a `MegatronTask`."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, whose forward_step a schedule calls.",
@@ -109,7 +109,7 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Reduce the model's gradients after an accumulation window, as an average over data-parallel processes.
+        """Average the model's accumulated gradients over data-parallel processes, before an optimizer step.
 
         `chunks` and `num_tokens`, which megatron-core's schedules pass, are ignored.
         """
@@ -127,7 +127,7 @@ class PlacedModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients in megatron-core's buffers, one for each parameter that has a `main_grad`."""
+        """Return the accumulated gradients of the model's parameters, which megatron-core keeps in its own buffers."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
@@ -142,7 +142,7 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Register a prepared model. It replaces the record of an earlier `prepare` of the same model."""
+        """Register a prepared model, and drop the record of an earlier `prepare` of the same model."""
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
@@ -150,14 +150,14 @@ class PlacedModels:
         self._placed.clear()
 
     def find(self, model: nn.Module) -> PlacedModel | None:
-        """Return the record of a model by its original or prepared module, or None if it was not prepared."""
+        """Return the `PlacedModel` of an original or prepared module, or None if the module was not prepared."""
         for placed in self._placed:
             if model is placed.owner or model is placed.called or any(model is chunk for chunk in placed.wrapped):
                 return placed
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """Return the record of a prepared model. Raises `ConfigurationError` if the model was not prepared."""
+        """Return the `PlacedModel` of a module. Raises `ConfigurationError` if the module was not prepared."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
@@ -172,7 +172,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Signal that ends a task's step at the end of a model chunk that does not compute the loss.
+    """Signal raised to end a task's step with the output of a model chunk that does not compute the loss.
 
     Attributes:
         output: The output to send to the next chunk.
@@ -184,7 +184,7 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """Record of which model chunk the running step of a task must call.
+    """Selection of the model chunk that a task's step runs, because a process may have several chunks.
 
     Attributes:
         chunk: The chunk to call, or None outside a step.
@@ -195,7 +195,7 @@ class CurrentChunk:
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run the task's `forward_step` on a batch, with the current chunk. Returns the output and the loss function.
+        """Run a task's `forward_step` on a batch with the selected chunk. Returns the output and the loss function.
 
         Raises `StageEnded` if the chunk does not compute the loss.
         """
@@ -210,7 +210,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step on one model chunk. Returns the step's result and None, or None and the chunk's output."""
+        """Run a task's step on a model chunk. Returns `(result, None)` on the last chunk, else `(None, output)`."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -227,7 +227,7 @@ class CurrentChunk:
 
 
 class Schedule:
-    """Runner of one model's forward and backward passes through megatron-core's pipeline schedules."""
+    """Runner of one model's forward and backward passes, in the order of a megatron-core pipeline schedule."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -306,14 +306,14 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches to add to `count`. Interleaved stages need a multiple of the stages."""
+        """Return how many dummy micro-batches to add, as interleaved stages need a multiple of the stage count."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
-        """Return the rows and length of the micro-batches, which determine the shapes that stages exchange."""
+        """Return rows and length of a step's micro-batches, from which stages derive the shapes they exchange."""
         if self._placed.config.pipeline_model_parallel_size == 1:
             return 1, 1
         program = self._placed.program
@@ -331,7 +331,7 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """Runner of evaluation steps, in which each stage sends its activations on to the next."""
+    """Runner of an evaluation step on all pipeline stages, each of which sends activations to the next stage."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
@@ -366,7 +366,7 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Module that runs evaluation steps as `module(step, batch, ...)`. Only the last pipeline stage returns a result.
+    """Wrapper, called as `module(step, batch, ...)`, that runs a task's evaluation step on all pipeline stages.
 
     Args:
         placed: The model.
@@ -380,12 +380,12 @@ class Evaluation(nn.Module):
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
+        """Run `step` on a batch in all pipeline stages. Returns its result on the last stage, and None on others."""
         return self._run(step, batch, *args)
 
 
 class MegatronRuntime:
-    """Interface by which a `MegatronTask` builds and runs its model chunks on this process."""
+    """Functions of the `Megatron` strategy with which a `MegatronTask` builds and runs its model."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
@@ -393,7 +393,7 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Convert what a megatron-core loss function returned to the result of a training step and a report to log.
+        """Convert the value of a megatron-core loss function to a training step's result and a dict to log.
 
         Raises `ConfigurationError` unless `result` is `(loss, report)` or `(loss, num_tokens, report)`.
         """
@@ -413,7 +413,7 @@ class MegatronRuntime:
         return total / tokens.clamp(min=1), report
 
     def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of each sequence in a batch, for context parallelism."""
+        """Return a batch with only this process's part of each sequence, if context parallelism is enabled."""
         if self._config().context_parallel_size == 1:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank

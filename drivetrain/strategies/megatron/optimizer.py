@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """Optimizer for training loops, with the user's parameter groups, that steps megatron-core's optimizer."""
+    """Optimizer with the user's parameter groups that `prepare` returns, and that steps megatron-core's optimizer."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -40,7 +40,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """State of megatron-core's optimizer, by the tensors that it steps."""
+        """State of megatron-core's optimizer, as a mapping from each tensor that it steps to the tensor's state."""
         return self.inner.state
 
     @state.setter
@@ -54,11 +54,11 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def parts(self) -> list[Any]:
-        """Megatron-core's optimizers with parameters on this process, such as those of dense layers and of experts."""
+        """List of megatron-core's optimizers on this process, such as one for dense layers and one for experts."""
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale the gradients and copy them to the tensors that are stepped. Returns True if a gradient overflowed.
+        """Unscale the gradients and hand them to megatron-core's optimizer. Returns True if any has overflowed.
 
         Further calls before the step only return the result of the first.
         """
@@ -68,7 +68,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return found
 
     def stepped_parameters(self) -> list[Tensor]:
-        """Return the tensors that megatron-core's optimizer steps on this process, such as float32 master weights."""
+        """Return the tensors that megatron-core's optimizer updates on this process, such as master weights."""
         return [parameter for part in self.parts for parameter in part.get_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,7 +153,7 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Reduction, scaling and clipping of gradients that megatron-core accumulates in its own buffers."""
+    """Reduction, scaling and clipping of gradients for models whose gradients are in megatron-core's own buffers."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
@@ -182,7 +182,7 @@ class BufferedGradients(Gradients):
         return torch.tensor(total, device=self._topology.device)
 
     def clip_by_default(self, front: MegatronOptimizerFront) -> None:
-        """Clip gradients to the strategy's `gradient_clipping` before a step, unless the loop has clipped them."""
+        """Clip gradients to the strategy's `gradient_clipping` if the training loop has not clipped them."""
         if self._clipping is not None and not front.clipped and not front.prepare_gradients():
             _clip(front, self._clipping, _total_norm(front, 2.0))
 
@@ -204,7 +204,7 @@ class BufferedGradients(Gradients):
             scale_tensors([each.grad for each in stepped if each.grad is not None], factor, bound)
 
     def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
-        """Return the optimizer of the first prepared model that has any of the parameters, or None."""
+        """Return the optimizer of the first prepared model that has any of the parameters, or None if none has."""
         wanted = {id(parameter) for parameter in parameters}
         for placed in self._models:
             if placed.optimizer is not None and any(id(p) in wanted for p in placed.owner.parameters()):
@@ -250,7 +250,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor that megatron-core's optimizer steps in place of a model's parameter, such as a float32 shard.
+    """Tensor that megatron-core's optimizer updates for a model's parameter, such as a shard of its master weight.
 
     Attributes:
         part: The megatron-core optimizer that steps it.
@@ -264,12 +264,12 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group whose ranks step parts of the parameter, or None if each process steps all of it."""
+        """Process group over which the optimizer shards the parameter, or None if the parameter is not sharded."""
         return None if self.start is None else self.part.data_parallel_group
 
 
 class ParameterState:
-    """Access to the optimizer state that megatron-core keeps for each parameter of a model."""
+    """Reader and writer of the optimizer state that megatron-core keeps for each parameter of a model."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -282,12 +282,12 @@ class ParameterState:
                 self._whole.update({id(p): part for p in part.get_parameters()})
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Return True if megatron-core's optimizer steps the parameter."""
+        """Return True if megatron-core's optimizer updates the parameter."""
         main = getattr(parameter, "main_param", parameter)
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Return the tensor that megatron-core's optimizer steps in place of a parameter, such as a float32 shard."""
+        """Return which tensor megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -300,7 +300,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of the state, such as `"exp_avg"`, each with True if it has its parameter's size."""
+        """Return the names of optimizer state, such as `"exp_avg"`, and for each if it has its parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -321,7 +321,7 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Create a distributed optimizer's state before its first step, so that checkpoints can be saved and loaded."""
+        """Allocate a distributed optimizer's state before its first step, so that a checkpoint can be loaded."""
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue
@@ -334,13 +334,13 @@ class ParameterState:
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """Return the stepped value of a parameter, or its optimizer state `key`, as a full float32 tensor.
+        """Return a parameter's master weight, or its optimizer state `key`, as a full float32 tensor.
 
         A collective call of the processes that step the parameter together.
 
         Args:
             parameter: A parameter of the model.
-            key: The name of the state, or None for the stepped value.
+            key: The name of the state, or None for the master weight.
         """
         stepped = self.find(parameter)
         value: Tensor | None = stepped.main
@@ -358,7 +358,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Copy this process's part of a full tensor to a parameter's stepped value, or to its optimizer state `key`."""
+        """Set a parameter's master weight, or its optimizer state `key`, to this process's part of a full tensor."""
         stepped = self.find(parameter)
         if stepped.main is None:
             return

@@ -178,17 +178,17 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """Interface by which a `MegatronTask` builds and runs its model chunks on this process."""
+        """Functions of the strategy with which a `MegatronTask` builds and runs its model."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context for building a model whose initial weights are equal on replicas and different on shards."""
+        """Return a context for building a model, whose weights start equal on replicas and different on shards."""
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
-        """Return a copy of a `TransformerConfig` with the run's parallel sizes and dtypes, to build a model with.
+        """Return a copy of a model's `TransformerConfig` in which the run's parallel sizes and dtypes are set.
 
         Args:
             config: The model's configuration.

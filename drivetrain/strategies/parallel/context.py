@@ -62,12 +62,12 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Number of equal chunks that each sequence is cut into: one or two for each context-parallel process."""
+        """Number of equal chunks into which each sequence is cut. Each process holds one, or two for balance."""
         return 2 * self.count if self.balanced else self.count
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """Indices of the chunks of each sequence that this process holds, in order."""
+        """Indices of this process's chunks of each sequence, such as `(0, 7)` for the first of four processes."""
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -87,7 +87,7 @@ class SequenceShard:
         return torch.cat([parts[number] for number in self.own_chunks], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Gather the parts of all processes into full sequences. Gradients flow back to each part."""
+        """Join the parts of a tensor that is split along `dim` over processes. Gradients flow back to each part."""
         # Gather along dimension 0, where the parts arrive contiguously. For other dimensions torch adds a copy.
         gathered: Tensor = _all_gather(tensor.contiguous(), 0, self.group)
         if isinstance(gathered, funcol.AsyncCollectiveTensor):
@@ -128,7 +128,7 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """Gather the output of a step over all processes, so that its tensors cover full sequences.
+        """Join the tensors of a step's output along `dim` over all processes, so that they cover full sequences.
 
         Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
         """
@@ -139,7 +139,7 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace the data of each buffer within the context by this process's part of the sequences.
+    """Replace the data of tensors within the context by this process's part of each sequence.
 
     Afterwards the buffers have their full data again, except those in `keep`. Raises `ConfigurationError` if `buffers`
     and `dims` differ in length.
@@ -166,7 +166,7 @@ def split_in_place(
 
 
 def sequence_length(batch: Any, dim: int) -> int | None:
-    """Return the size along `dim` of the first tensor in a batch that has this dimension, or None without one."""
+    """Return a batch's sequence length, the size along `dim` of its first tensor with that dimension, or None."""
     found: list[int] = []
     recursively_apply(lambda t: found.append(t.size(dim)) if t.dim() > dim else None, batch)
     return found[0] if found else None
@@ -185,7 +185,7 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise `ConfigurationError` if no attention was computed since `calls` had the value `since`.
+        """Check that attention has run since the counter `calls` was `since`. Raises `ConfigurationError` otherwise.
 
         Without such a call, tokens would not see those on other processes.
         """
@@ -197,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return this attention context, or an empty context if an attention context is already active."""
+        """Return this context manager, or one that does nothing if attention already covers full sequences."""
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -220,7 +220,7 @@ class SharedAttention(TorchFunctionMode):
 
 
 class RingAttention(SharedAttention):
-    """Attention context that computes ring attention with torch's `context_parallel`.
+    """Context in which attention over all processes' tokens runs as ring attention, by torch's `context_parallel`.
 
     Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al., 2023,
     https://arxiv.org/abs/2310.01889).
@@ -275,7 +275,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Compute gradients like `Tensor.backward`, but without leaving the active attention context.
+    """Compute gradients like `Tensor.backward`, but so that attention stays replaced while they are computed.
 
     Torch's own function is seen by function modes, and each such call would leave the attention context.
     """
@@ -298,7 +298,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` for sequences that are split over processes.
+    """Compute attention of this process's queries over the keys and values of all context-parallel processes.
 
     Returns the output for this process's queries.
     """
@@ -339,7 +339,7 @@ def attend(
 
 
 def _aligned_to_the_last(size: int, seen: int) -> Tensor:
-    """Return the causal attention mask for `size` queries that are the last of `seen` tokens.
+    """Return a causal attention mask for queries that are the last `size` of `seen` tokens.
 
     The dispatch modes are disabled, because torch 2.13 cannot create the mask within one.
     """
@@ -350,7 +350,7 @@ def _aligned_to_the_last(size: int, seen: int) -> Tensor:
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Compute context-parallel attention for DTensors whose heads are split over tensor-parallel processes."""
+    """Compute context-parallel attention for DTensors. Each tensor-parallel process computes it for its own heads."""
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
@@ -365,7 +365,7 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
 
 
 def active_shard() -> SequenceShard | None:
-    """Return the sequence shard of the active attention context, or None if sequences are not split."""
+    """Return which part of the sequences this process has in the active attention context, or None outside of one."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for mode in reversed(modes):
         if isinstance(mode, SharedAttention):
@@ -394,16 +394,16 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Base class for context parallelism. It does nothing, and is used if sequences are not split."""
+    """Base class for context parallelism, whose methods change nothing. It is used directly if `cp` is 1."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers are replaced by this process's part of each sequence."""
+        """Return a context in which each of the tensors `buffers` holds only this process's part of the sequences."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return a module that runs the model on this process's part of each batch it is called with."""
+        """Return the model, wrapped so that each call gets only this process's part of the batch's sequences."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
@@ -447,7 +447,7 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split buffers over processes within the context. Raises an error if no attention is computed in it."""
+        """Split buffers over processes within the context. Raises an error if the context computes no attention."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield
@@ -455,7 +455,7 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Wrapper, called as `module(step, batch, ...)`, that runs a step on this process's part of each sequence."""
+    """Wrapper of a model, called as `module(step, batch, ...)`, that runs steps on this process's part of sequences."""
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
@@ -494,7 +494,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def let_attention_run_split() -> None:
-    """Register DTensor sharding rules for attention on the CPU, which torch lacks. Later calls do nothing."""
+    """Register sharding rules by which DTensors compute attention on the CPU, because torch lacks them."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

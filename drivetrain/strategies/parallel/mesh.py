@@ -64,12 +64,12 @@ class MeshSizes:
         return self
 
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes of the five mesh dimensions as a tuple, in the order of `DIMENSIONS`."""
+        """Return the sizes of the mesh dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`, as a tuple."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
-        """Create mesh sizes from a mapping with keys such as `tp_size` or `tp`.
+        """Create mesh sizes from a mapping such as `{"tp_size": 2}`, in which the suffix `_size` is optional.
 
         Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key. Raises `ConfigurationError` if a
         key is unknown.
@@ -92,7 +92,7 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """Position of one rank in the device mesh.
+    """Position of a rank in the device mesh, from which its data shard and the ranks at other positions follow.
 
     Attributes:
         sizes: Number of processes along each dimension.
@@ -113,7 +113,7 @@ class MeshPlace:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank at the given mesh coordinates. Along the other dimensions, it has this process's index."""
+        """Return the rank of the process at given mesh coordinates. Those not given are this process's own."""
         at, rank = {**self.coordinates(), **coordinates}, 0
         for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
             rank = rank * size + at[name]
@@ -130,7 +130,7 @@ class MeshPlace:
 
     @property
     def data_shard(self) -> DataShard:
-        """Shard of the dataset that this process loads, as an index and the number of shards.
+        """Shard of the dataset that this process loads: the index of the shard, and the number of shards.
 
         Ranks that differ only along `pp`, `cp` or `tp` share batches, so they get equal shards.
         """
@@ -140,7 +140,7 @@ class MeshPlace:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Ranks whose batches are counted, one for each shard of the dataset.
+        """Ranks whose batches count towards the number of samples, one rank for each shard of the dataset.
 
         Each is the process that computes losses and has index 0 along `cp` and `tp`.
         """
@@ -150,7 +150,7 @@ class MeshPlace:
 
     @property
     def value_ranks(self) -> tuple[int, ...]:
-        """Ranks whose logged values are counted. Together, they cover the global batch exactly once.
+        """Ranks whose logged values count in metrics. Together, these ranks process the global batch exactly once.
 
         Each context-parallel part of a sequence counts. Tensor-parallel copies do not.
         """

@@ -171,7 +171,7 @@ class Parallel(Strategy, SplitsSequences):
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
 
     def _shard_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh dimensions over which parameters are sharded and replicated, or None without sharding."""
+        """Return the mesh over which parameters are sharded and replicated, or None if no parameter is sharded."""
         shard = submesh(mesh, "dp_shard", "cp")
         if mesh is None or shard is None or self.sizes.dp_replicate == 1:
             return shard
@@ -221,7 +221,7 @@ class Parallel(Strategy, SplitsSequences):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split a model over the mesh: first into pipeline stages, then by tensor-parallel layers, then into shards.
+        """Split a model over the mesh: into pipeline stages, tensor-parallel layers, and shards of parameters.
 
         Returns the module to call, and the optimizers to step.
         """

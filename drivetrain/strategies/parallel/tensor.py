@@ -94,7 +94,7 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlanMatch:
-    """Submodule that a tensor-parallel plan splits, with its name and the parallel style that the plan gives it."""
+    """Submodule that is split over tensor-parallel processes, with its name and the parallel style of its split."""
 
     name: str
     module: nn.Module
@@ -102,7 +102,7 @@ class PlanMatch:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split the layers that a tensor-parallel plan names over the processes of a mesh, in place.
+    """Split layers of a module over processes, in place, by a plan that maps module names to parallel styles.
 
     Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped. Raises
     `ConfigurationError` if the plan does not fit the module.
@@ -134,7 +134,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """Return the submodules that a tensor-parallel plan splits, and check that `count` divides their sizes.
+    """Return the submodules that a tensor-parallel plan splits over `count` processes, after checking their sizes.
 
     Raises `ConfigurationError` if a pattern matches no module or a size does not fit.
     """
@@ -158,7 +158,7 @@ def whole_outputs_without_gradients(module: nn.Module) -> None:
 
 
 class _AddUp:
-    """Gradient hook that sums the partial gradients of a replicated DTensor parameter over processes.
+    """Gradient hook for a replicated DTensor parameter, which sums its partial gradients over processes.
 
     Layers that process only a part of each sequence have such gradients.
     """
@@ -173,7 +173,7 @@ class _AddUp:
 
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
-    """Return the outermost module in which every pattern of a plan matches, and the submodules that match."""
+    """Return the module in which all names of a tensor-parallel plan are found, and the submodules to split."""
     # A plan may have been written for the inner model, whose names lack up to two leading components.
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
@@ -267,7 +267,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie parameters again that were tied before a tensor-parallel plan replaced the module's parameters.
+    """Tie parameters again that splitting the layers has separated. `before` has the parameters before the split.
 
     Raises `ConfigurationError` if the plan places tied parameters differently.
     """
@@ -300,7 +300,7 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Copy the random state of a mesh's first rank to all its ranks, so that dropout on replicated tensors agrees."""
+    """Copy the random state of a mesh's first rank to all its ranks, so that they drop out equal elements."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -311,7 +311,7 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 
 
 class CopyCheck:
-    """Check that replicated parameters have equal gradients on all processes of a mesh.
+    """Checker that tensor-parallel copies of a parameter have equal gradients on all processes.
 
     With unequal gradients the copies would drift apart without an error.
     """
@@ -321,7 +321,7 @@ class CopyCheck:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise `ConfigurationError` if gradient norms of replicated parameters differ between processes."""
+        """Raise `ConfigurationError` if copies of a parameter have different gradients on tensor-parallel processes."""
         copies = [
             (self._names.get(id(parameter), "?"), parameter.grad)
             for group in optimizer.param_groups
@@ -346,7 +346,6 @@ class CopyCheck:
             )
 
     def _is_split(self, parameter: Tensor) -> bool:
-        """Return True if the parameter is sharded over tensor-parallel processes."""
         if not isinstance(parameter, DTensor):
             return False
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -422,23 +421,26 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Layers:
-    """Base class for tensor parallelism. It does nothing, and is used if layers are not split."""
+    """Base class for tensor parallelism, whose methods change nothing. It is used directly if `tp` is 1."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split a model's tensor-parallel layers in place, except modules whose `id` is in `elsewhere`."""
+        """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""
 
     def begin(self, model: nn.Module) -> None:
-        """Share the random state between tensor-parallel processes, and enable the parallel loss, before training."""
+        """Prepare a model for training: give tensor-parallel processes equal random state, so that dropout agrees.
+
+        Also let `F.cross_entropy` accept logits that are sharded by class, if `loss_parallel` is set.
+        """
 
     def check(self, optimizer: Optimizer) -> None:
         """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""
 
     def teardown(self) -> None:
-        """Disable the parallel loss at the end of a run."""
+        """Undo the changes to `F.cross_entropy` at the end of a run, if there are any."""
 
 
 class SplitLayers(Layers):
-    """Tensor parallelism that splits layers over the processes of a mesh, as a plan prescribes."""
+    """Tensor parallelism that splits the layers named in a plan over the processes of a mesh."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
 
 
 def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None:
-    """Record on the user's model how it was prepared, so that a later `prepare` reuses the prepared module."""
+    """Store the prepared module on the user's model, so that another `prepare` of the model returns this module."""
     bare.__dict__[_MEMORY] = (model, sizes)
 
 

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """Pipeline schedule and the numbers of stages that it supports.
+    """Pipeline schedule of torch, and the numbers of stages on each process that the schedule supports.
 
     Attributes:
         name: Value of the option `pp_schedule`.
@@ -96,7 +96,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Allocate receive buffers for the micro-batches of the next step, in the shapes that their routes list."""
+        """Allocate receive buffers for the next step, for which `routes` has the tensor shapes of each micro-batch."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -145,10 +145,10 @@ class ScheduledStage(_PipelineStageBase):
         super().set_local_bwd_input(filled, mb_index)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Skip torch's exchange of tensor shapes, because all receive buffers are already allocated."""
+        """Do nothing: torch would exchange tensor shapes between stages, but `expect` has already set them."""
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Skip torch's exchange of tensor shapes, because all receive buffers are already allocated."""
+        """Do nothing: torch would exchange tensor shapes between stages, but `expect` has already set them."""
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
@@ -174,7 +174,7 @@ def _gradient(meta: Any) -> Any:
 
 
 class Scheduler:
-    """Runner of the pipeline stages on this process, in the order that a schedule of torch prescribes."""
+    """Executor of training steps on this process's pipeline stages, in the order of one of torch's schedules."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
         self._kind = kind
@@ -184,7 +184,7 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward for the micro-batches of one step, each with its route and keyword arguments."""
+        """Run forward and backward for one optimizer step. `routes` and `arguments` have one item per micro-batch."""
         schedule = self._schedule(len(routes))
         # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
@@ -237,13 +237,13 @@ class Scheduler:
 
 
 def _loss(output: Tensor, target: Any) -> Tensor:
-    """Return the output, which already is the loss. Torch's schedules call this function as their loss function."""
+    """Return `output`, because the last stage already computes the loss. Torch's schedules need a loss function."""
     return output
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the logger of torch's schedules within the context. It prints the full schedule on every failure."""
+    """Silence torch's schedule logger within the context, because it prints the full schedule on every failure."""
     noisy = logging.getLogger(torch_schedules.__name__)
     before = noisy.disabled
     noisy.disabled = True
@@ -254,7 +254,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the exception that a pipeline stage raised, without the exceptions that torch wraps around it."""
+    """Return the original exception of a pipeline stage from the chain of exceptions in which torch wraps it."""
     wrapped = ("failed to run forward", "Failed to run stage backward")
     while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
         error = error.__cause__
@@ -284,7 +284,7 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Create pipeline options from the `pp_` arguments of `Parallel`, whose names lack the prefix.
+        """Create pipeline options from arguments of `Parallel` such as `pp_split`, given without the prefix `pp_`.
 
         Raises `ConfigurationError` if a name is unknown.
         """
@@ -302,7 +302,7 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """Return the assignment of pipeline stages to `ranks` processes.
+        """Return the assignment of stages to the processes of a pipeline that has `ranks` processes.
 
         Raises `ConfigurationError` if `split` lists another number of stages.
         """
@@ -318,7 +318,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Assignment of pipeline stages to processes."""
+    """Assignment of pipeline stages to processes, for a schedule and a number of stages on each process."""
 
     kind: ScheduleKind
     per_rank: int
@@ -331,12 +331,12 @@ class StageRanks:
 
     @property
     def all(self) -> list[int]:
-        """Ranks within the pipeline that hold stages 0, 1, 2 and so on, as a list."""
+        """For each pipeline stage in order, the rank within the pipeline of the process that holds the stage."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property
     def last(self) -> int:
-        """Rank within the pipeline of the process with the last stage, which computes losses."""
+        """Rank, within the pipeline, of the process that holds the last stage and computes the losses."""
         return self.rank_of(self.count - 1)
 
     def rank_of(self, stage: int) -> int:

@@ -75,7 +75,7 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Choose the modules at which stages 1, 2, ... begin, so that stages have similar numbers of parameters.
+    """Choose the modules with which pipeline stages begin, so that all stages have similar numbers of parameters.
 
     The modules are blocks of the largest `ModuleList` or `Sequential`, or modules of the given classes. Returns their
     names. Raises `ConfigurationError` if there are too few of them.
@@ -107,7 +107,7 @@ def choose_splits(
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """Return the names of the largest list of blocks and of the largest list that does not overlap with it."""
+    """Return the names of the two largest separate lists of blocks in an encoder-decoder model, `path` first."""
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -115,7 +115,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Choose the modules of the given classes at which stages begin, so that stages have similar sizes."""
+    """Return names of modules of the given classes at which stages begin, so that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -189,7 +189,7 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
 
 
 def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield the name of each parameter and buffer, its stage, and whether it is a parameter."""
+    """Yield `(name, stage, is_parameter)` for each parameter and buffer. Stages begin at the modules in `splits`."""
     stage = 0
 
     def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
@@ -222,9 +222,9 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Return the stage of each submodule that lies completely within one stage, by the submodule's name.
+    """Map the name of each submodule that lies completely within one pipeline stage to the index of this stage.
 
-    Its parameters belong to one stage, and no other stage begins inside it.
+    All parameters of such a submodule belong to this stage, and no other stage begins inside the submodule.
     """
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
@@ -237,7 +237,7 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 
 
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide sizes into `count` consecutive runs so that the largest run is as small as possible.
+    """Divide a list of block sizes into `count` consecutive runs, so that the largest run is as small as possible.
 
     Returns the indices at which runs 1, 2, ... begin.
     """
@@ -273,7 +273,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Identifier of one tensor in the output of one call of a module.
+    """Key of a tensor that a module returned in a forward pass: the module, the call and the place in the output.
 
     Attributes:
         module: The module's name.
@@ -288,7 +288,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Values that a pipeline stage receives from earlier stages.
+    """Description of the tensors that a pipeline stage receives, and of the places where its forward uses them.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -308,7 +308,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Plan by which pipeline stages run a forward pass on arguments of given shapes.
+    """Description of the tensors that pipeline stages exchange when a model is called with arguments of given shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -321,7 +321,7 @@ class Route:
 
 
 class ModelOutline:
-    """Copy of a model without weights, whose forward shows which values pass between pipeline stages.
+    """Copy of a model without weights. A trace of its forward shows which tensors pipeline stages must exchange.
 
     Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
     first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
@@ -341,7 +341,7 @@ class ModelOutline:
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Copy a module with fake tensors, which have shapes but no values, as its parameters and buffers."""
+        """Return a copy of a module in which fake tensors, which have no values, replace parameters and buffers."""
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
@@ -360,7 +360,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Run the forward on shapes only, and return the plan by which the pipeline stages run it.
+        """Trace a forward call on tensor shapes alone. Returns which tensors the pipeline stages must exchange.
 
         Raises `ConfigurationError` if the forward depends on values of tensors, or cannot be split at these stages.
         """
@@ -389,7 +389,7 @@ class ModelOutline:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
-        """Register hooks that trace the forward. Returns functions that remove the hooks."""
+        """Register hooks by which `trace` follows a forward pass. Returns functions that remove these hooks."""
         removals: list[Callable[[], None]] = []
         for stage, name in enumerate(self._layout.splits, start=1):
             module = self._modules[name]
@@ -405,7 +405,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a value in a traced forward: the stage and the module outputs from which it was computed.
+    """Origin of a tensor in a traced forward: the stage that computed the tensor, and the module outputs used for it.
 
     Attributes:
         stage: The stage that computed it.
@@ -420,7 +420,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Arguments with which a traced forward called the first module of a pipeline stage.
+    """Call with which a pipeline stage begins in a traced forward, and the arguments that the stage must receive.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
@@ -432,7 +432,7 @@ class _Entry:
 
 
 class _Trace(TorchDispatchMode):
-    """Dispatch mode that records the pipeline stage and the module outputs from which each value was computed."""
+    """Dispatch mode that traces a model's forward, to find which tensors a pipeline stage needs from earlier ones."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -490,7 +490,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Record that the current stage uses a value of an earlier stage, so that module outputs behind it are sent."""
+        """Record that the current stage needs a tensor of an earlier stage, or raise if it cannot be sent."""
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -508,7 +508,7 @@ class _Trace(TorchDispatchMode):
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
-        """Return a forward pre-hook for a stage's first module that records which arguments must be received."""
+        """Return a pre-hook for a stage's first module that records which arguments the stage must receive."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_entry(stage, name)
@@ -551,7 +551,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return a forward pre-hook and a forward hook that record a module's outputs for later stages."""
+        """Return a pre-hook and a hook for a module that record its outputs, because later stages may need them."""
         owner = self._layout.modules[name]
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -572,7 +572,6 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        """Record the tensors in a module's output as values that later stages can receive."""
         stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
         lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
         for index, leaf in enumerate(pytree.tree_leaves(output)):
@@ -583,7 +582,7 @@ class _Trace(TorchDispatchMode):
                 self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
-        """Check that the forward reached all stages, and determine what each stage receives from earlier ones."""
+        """End the trace of a forward that returned `output`: check it, and determine what each stage receives."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "
@@ -602,7 +601,7 @@ class _Trace(TorchDispatchMode):
         return self._layout.modules[returned.module]
 
     def _cut(self, stage: int, entry: _Entry) -> Cut:
-        """Return the values that a stage receives. An argument that is also a module's output is sent only once."""
+        """Return a description of the tensors that a stage receives for the call of its first module in `entry`."""
         passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
         returned: list[Returned | None] = []
         shapes: list[TensorShape] = []
@@ -645,7 +644,7 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """Return a cache key for the route of a call: tensor shapes and dtypes, other arguments, training mode."""
+    """Return a cache key for a model call. For calls with equal keys, stages exchange tensors of the same shapes."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     # Autocast changes the dtypes of the tensors that stages exchange.

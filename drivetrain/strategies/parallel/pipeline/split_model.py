@@ -31,7 +31,7 @@ _MEMORY = "_pipelined"
 
 @dataclass(frozen=True)
 class SplitModel:
-    """Task with a module whose layers are split over pipeline stages.
+    """Task whose model has been split into pipeline stages, with the stages that this process runs.
 
     Attributes:
         bare: The task.
@@ -61,7 +61,7 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Split a module of a task into pipeline stages, and return the task as a split model.
+        """Split a task's model into pipeline stages, and return it as a `SplitModel` with this process's stages.
 
         Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
         """
@@ -78,7 +78,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the split model that an earlier trainer stored on a task, for use with a new process group.
+        """Return the split that an earlier trainer stored on a task, so that the task's model is not split again.
 
         Raises `ConfigurationError` if the pipeline options differ from the earlier ones.
         """
@@ -91,11 +91,11 @@ class SplitModel:
         return replace(split, stage_state=split.stage_state.among(place.group))
 
     def remember(self) -> None:
-        """Store the split model on the task, so that a later trainer can reuse the split."""
+        """Store this split on its task, so that a later trainer does not split the task's model again."""
         self.bare.__dict__[_MEMORY] = _Memory(self)
 
     def put_back(self) -> None:
-        """Put this process's stage parameters back into the original model, after sharding has replaced them."""
+        """Set the original model's parameters to those of this process's stages, which sharding may have replaced."""
         for module in self.modules:
             module.put_back()
 
@@ -121,7 +121,7 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
 
 
 class _Memory:
-    """Container for a task's split model. Copying or pickling the task yields an empty container."""
+    """Holder of a split model, stored as an attribute of a task. A copied or unpickled task has an empty holder."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -139,14 +139,14 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Signal that ends a task's step as soon as the step calls the module that is split into stages.
+    """Signal raised to end a task's step at its call of the split model, when the arguments of the call are known.
 
     It is no `Exception`, so that a step's own `except Exception` does not catch it.
     """
 
 
 class ModelCalls:
-    """Interceptor of forward calls to a module that is split over pipeline stages."""
+    """Interceptor of a split model's forward calls: within a task's step, it hands each call to the pipeline."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -168,7 +168,7 @@ class ModelCalls:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Let the function `answer` handle the next forward call of the split module, within the context."""
+        """Call `answer` in place of the split model's forward when a step calls the model within the context."""
         self._answer = answer
         try:
             yield
@@ -177,11 +177,11 @@ class ModelCalls:
 
     @property
     def was_called(self) -> bool:
-        """True if the split module was called since the context of `answered` was entered."""
+        """True if the split model was called within the current `answered` context."""
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return a call of the split module together with the plan by which the stages run it.
+        """Return a `Call` of the split model: its arguments, and which tensors the pipeline stages exchange.
 
         Raises `ConfigurationError` if an argument requires gradients.
         """
@@ -204,5 +204,5 @@ class ModelCalls:
         return self._routes[key]
 
     def close(self) -> None:
-        """Stop intercepting forward calls of the split module. Parameters of other stages stay on the meta device."""
+        """Stop intercepting calls of the split model. Parameters of other stages remain on the meta device."""
         self.split.whole.__dict__.pop(CALL, None)

@@ -38,12 +38,12 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """Arguments of one call of the split module by a task's step, with the plan by which the stages run it.
+    """Call of the split model by a task's step: the arguments, and which tensors the pipeline stages exchange.
 
     Attributes:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        route: The plan for the stages.
+        route: The tensors that the stages exchange.
         finish: Converts the last stage's output to the return value of the module.
     """
 
@@ -54,7 +54,7 @@ class Call:
 
 
 class _Reached(BaseException):
-    """Signal that ends a stage's forward when it calls the first module of the next stage.
+    """Signal raised to end a stage's forward where the next stage begins. It carries the tensors to send.
 
     It is no `Exception`, so that a forward's own `except Exception` does not catch it.
     """
@@ -66,13 +66,13 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class _Unregistered:
-    """Reference to a module, so that `nn.Module` does not register the module as a child."""
+    """Wrapper for a module that is stored as an attribute, so that `nn.Module` does not register it as a child."""
 
     module: nn.Module
 
 
 class StageModule(nn.Module):
-    """Module with the parameters of one pipeline stage, whose forward computes only this stage of the model.
+    """Module that runs one pipeline stage of a model, and that contains only the parameters of this stage.
 
     Sharding and compilation are applied to this module. Its parameters are those of the stage.
     """
@@ -124,18 +124,18 @@ class StageModule(nn.Module):
         return self.stage == self.layout.count - 1
 
     def put_back(self) -> None:
-        """Set the stage's parameters on the original model again, for example after sharding has replaced them."""
+        """Set the original model's parameters to those of this stage, which sharding may have replaced by new ones."""
         for own, name in self._loose.items():
             module, key = self._slot(name)
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Compute one pipeline stage. Returns the tensors for the next stage, or the output of the last stage.
+        """Run one pipeline stage of the model. Returns the tensors to send, or the model's output on the last stage.
 
         Args:
             *received: The tensors from earlier stages.
             inputs: The arguments and keyword arguments of the model.
-            call: The call of the model, with its plan for the stages.
+            call: The call of the model, with the tensors that the stages exchange.
         """
         module = self._whole.module
         try:
@@ -153,7 +153,7 @@ class StageModule(nn.Module):
 
     @contextmanager
     def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
-        """Patch the model within the context so that its forward computes only this stage, from received values."""
+        """Patch the model within the context so that its forward runs only this stage, on the `received` tensors."""
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -200,7 +200,6 @@ class StageModule(nn.Module):
                 module._parameters[key] = parameter
 
     def _slot(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that owns the parameter of this name in the full model, and the parameter's key."""
         path, _, key = name.rpartition(".")
         return self._whole.module.get_submodule(path), key
 
@@ -208,7 +207,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a function to call in place of an earlier stage's module. It returns received tensors, else zeros."""
+        """Return a function to replace a module of an earlier stage. It returns received tensors, or else zeros."""
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -229,7 +228,7 @@ class StageModule(nn.Module):
         return call
 
     def _blank(self, like: TensorShape) -> Tensor:
-        """Return zeros of the given shape from a cache, in place of a tensor whose values do not matter."""
+        """Return cached zeros of the given shape and dtype, in place of a module output whose values do not matter."""
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
@@ -240,7 +239,7 @@ class StageModule(nn.Module):
 
 
 def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a function that calls a stage's first module with received tensors in place of some arguments."""
+    """Return a function that calls a stage's first module with the tensors received from the previous stage."""
     own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +254,7 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _kept(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Return a function that calls a module and stores those outputs that later stages use in `passed`."""
+    """Return a function that calls a module and stores the `wanted` tensors of its output in `passed`."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -271,7 +270,7 @@ def _kept(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """Return a function to call in place of the next stage's first module. It ends this stage's forward."""
+    """Return a function to replace the next stage's first module. It ends the forward with the tensors to send."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -300,7 +299,7 @@ def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that use the memory of one element, in place of a parameter that another stage holds."""
+    """Return zeros of any shape that use the memory of one element, to replace a parameter of another stage."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -312,7 +311,7 @@ def _flat(name: str) -> str:
 
 
 class StageState:
-    """Record of which process in a pipeline holds which parameter and buffer of a task.
+    """Record of which process holds which parameter and buffer of a split model, for saving and loading state.
 
     Attributes:
         group: The process group of the pipeline.
@@ -337,7 +336,7 @@ class StageState:
         self._trained_by_peers: set[int] = set()
 
     def among(self, group: dist.ProcessGroup) -> StageState:
-        """Return a copy of this record for another process group with the same ranks, such as a later Trainer's."""
+        """Return a copy of this record for a process group with the same ranks, which a later trainer has created."""
         moved = copy.copy(self)
         moved.group = group
         return moved
@@ -348,15 +347,15 @@ class StageState:
         return path.startswith(prefix) and path[len(prefix) :] in layout.modules
 
     def is_foreign(self, name: str) -> bool:
-        """Return True if the parameter or buffer of this name is held by other processes only."""
+        """Return True if only other processes of the pipeline hold the parameter or buffer of this name."""
         return name not in self._everywhere and self._holders.get(name, self._rank) != self._rank
 
     def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
-        """Return True if a parameter is a placeholder for a parameter that another stage trains."""
+        """Return True if a parameter is an empty placeholder for one that a stage on another process trains."""
         return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
-        """Replace parameters and buffers that only other processes hold by tensors on the meta device."""
+        """Replace parameters and buffers that only other processes hold by meta tensors, which need no memory."""
         stand_ins: dict[int, nn.Parameter] = {}
         for path, module in self._bare.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
@@ -374,7 +373,7 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Remove parameters of other stages from an optimizer, and remember the names in its original groups."""
+        """Restrict an optimizer to this process's parameters, and remember the names that its groups had before."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -385,7 +384,7 @@ class StageState:
             del optimizer.state[parameter]
 
     def model_state(self) -> StateDict:
-        """Return the task's state by name, with meta tensors for other stages. A collective call."""
+        """Return the task's state by name. Tensors of other stages are on the meta device. A collective call."""
         state: StateDict = {}
         for name, value in self._bare.state_dict().items():
             if not isinstance(value, Tensor):
@@ -399,13 +398,12 @@ class StageState:
         return state
 
     def _from_holder(self, name: str, value: Tensor) -> Tensor:
-        """Return a buffer's value from the stage that owns it, if all stages hold the buffer. A collective call."""
         value = value.detach().clone()
         dist.broadcast(value, group=self.group, group_src=self._holders[name])
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """Return an optimizer's state over all stages, with meta tensors for other stages. A collective call."""
+        """Return the optimizer state of all stages. Other stages' tensors are on the meta device. A collective call."""
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, described, group=self.group)
@@ -424,7 +422,7 @@ class StageState:
         return {**own, "state": state, "param_groups": groups}
 
     def own_model_state(self, state: StateDict) -> StateDict:
-        """Return a full state dict with the tensors of other stages on the meta device, where loading skips them."""
+        """Return a full state dict with other stages' tensors on the meta device, so that loading skips them."""
         return {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta")
             if isinstance(value, Tensor) and self.is_foreign(name)
@@ -433,7 +431,7 @@ class StageState:
         }
 
     def own_optimizer_state(self, state: StateDict) -> StateDict:
-        """Return a full optimizer state without the parameters of other stages."""
+        """Return the part of a full optimizer state that belongs to this process's stages, so that it can be loaded."""
         groups = [
             {**group, "params": [name for name in group["params"] if not self.is_foreign(name)]}
             for group in state["param_groups"]
@@ -470,7 +468,7 @@ class StageState:
 
 
 class _Described:
-    """Shape and dtype of a tensor, which processes exchange in place of the tensor itself."""
+    """Shape and dtype of a tensor, sent to other processes when they do not need the values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -494,7 +492,7 @@ _COMPUTED, _FAILED = 1, 0
 
 
 class StagedModel:
-    """Pipeline stage of a model for inference, with exactly one stage on each process of the run."""
+    """Model for inference whose pipeline stages run on different processes, exactly one stage on each process."""
 
     def __init__(
         self,
@@ -521,11 +519,11 @@ class StagedModel:
         return self._rank == self._last
 
     def check(self, request: Request) -> None:
-        """Raise `ConfigurationError` if a request cannot run through the pipeline stages."""
+        """Raise `ConfigurationError` if the model cannot run a request, the `(args, kwargs)` of a model call."""
         self._route(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Any]]:
-        """Run requests through all pipeline stages. Yields each request with its output on the last stage.
+        """Call the model with each request's `(args, kwargs)`. Yields `(request, output)`, on the last stage only.
 
         All processes must call this method. A stage computes one request while the previous stage computes the next.
         """
@@ -540,7 +538,7 @@ class StagedModel:
         link.finish()
 
     def _compute(self, request: Request, link: _Link) -> Any:
-        """Run this stage on a request: receive the previous stage's values, compute, and send the results on."""
+        """Run this stage for a request: receive tensors, compute, and send the results. Returns the stage's output."""
         try:
             route = self._route(request)
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()
@@ -564,14 +562,14 @@ class StagedModel:
 
 
 class _Link:
-    """Connection of a pipeline stage to its neighbours, for receiving and sending requests and tensors."""
+    """Connection of a stage to its neighbours in an inference pipeline, which carries requests and tensors."""
 
     def __init__(self, rank: int, last: int, device: torch.device, in_flight: int) -> None:
         self._rank, self._last, self._device, self._in_flight = rank, last, device, in_flight
         self._sent: deque[list[Any]] = deque([[]])
 
     def requests(self) -> Iterator[Request]:
-        """Yield the requests that the previous stage sends, until it signals that there are no more."""
+        """Yield requests from the previous stage, each the `(args, kwargs)` of a model call, until it sends None."""
         while True:
             size = self._receive((1,), torch.int64)
             content = self._receive((int(size.item()),), torch.uint8)
@@ -585,7 +583,7 @@ class _Link:
             yield pytree.tree_unflatten(filled, spec)
 
     def forward_request(self, request: Request | None) -> None:
-        """Send a request to the next stage. None signals that there are no more requests."""
+        """Send a request, the `(args, kwargs)` of a model call, to the next stage. None means that no more follow."""
         if self._rank == self._last:
             return
         # Limits the memory of requests that the next stage has not received yet.
@@ -602,7 +600,7 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Send this stage's result tensors to the next stage, after a status that says whether it failed."""
+        """Send tensors to the next stage, after a status that tells the next stage whether this one failed."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))
@@ -610,7 +608,7 @@ class _Link:
             self._send(value)
 
     def receive_values(self, shapes: Iterable[TensorShape]) -> tuple[Tensor, ...]:
-        """Receive tensors of the given shapes from the previous stage.
+        """Receive tensors of the given shapes from the previous stage, and return them as a tuple.
 
         Raises `CollectiveError` if the previous stage failed.
         """

@@ -46,7 +46,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runner of a task's training steps, in which all pipeline stages together compute the calls of the model.
+    """Runner of training steps of a task whose model is split: it sends a step's micro-batches through all stages.
 
     Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
     pipeline's output, to get the loss.
@@ -89,7 +89,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run a task's step until it calls the split module, and return the arguments and plan of this call."""
+        """Run a task's step until it calls the split model, and return this call with its arguments."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class TrainingWindow:
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run a task's step with the pipeline's output. Returns the step's result and the loss to differentiate."""
+        """Run a task's step with `output` as its model's output. Returns the step's result and the loss."""
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -133,9 +133,9 @@ class TrainingWindow:
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
-        """Return a seed for each micro-batch, equal on all stages, so that random numbers before the model agree.
+        """Return a seed for each micro-batch, equal on all stages, so that all stages draw the same random numbers.
 
-        They come from a separate generator, so that the data order equals that of one process.
+        The seeds come from a separate generator, so that the data order equals that of one process.
         """
         drawn = torch.randint(2**62, (1,), generator=self._generator).to(self._topology.device)
         dist.broadcast(drawn, group=self._place.group, group_src=0)
@@ -155,7 +155,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Operations on the gradients of a model that is split over pipeline stages, with norms over all stages."""
+    """Operations on the gradients of a split model, such as clipping by the norm over all its pipeline stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class StagedGradients(ShardedGradients):
 
 
 class StagedState(ShardedState):
-    """Saving and loading of model and optimizer state that is split over pipeline stages."""
+    """Saving and loading of a split model and its optimizers, of which each process holds only its own stages."""
 
     held_as = "parts"
 
@@ -231,14 +231,14 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Module that runs evaluation steps as `module(step, batch, ...)`. Only the last stage returns a result."""
+    """Wrapper, called as `module(step, batch, ...)`, that runs an evaluation step on all stages of a split model."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run an evaluation step through all pipeline stages. Returns None except on the last stage."""
+        """Run `step` in all pipeline stages. Returns its result on the last stage, and None on others."""
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -286,13 +286,13 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Placer of a pipeline stage's module: it shards parameters, and enables recomputation and compilation."""
+    """Placer of a pipeline stage: it shards the stage's parameters, and enables recomputation and compilation."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard a stage's parameters over the processes that share the stage, if the strategy shards at all."""
+        """Prepare a stage: shard its parameters over the processes that run the same stage, if sharding is enabled."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -302,7 +302,7 @@ class StagePlacer:
 
 
 class Pipeline(Strategy):
-    """Strategy that splits a task's model into pipeline stages and runs micro-batches through them."""
+    """Strategy for pipeline parallelism: it splits a model into stages and runs micro-batches through them."""
 
     name = "parallel"
     schedules_microbatches = True
@@ -344,7 +344,7 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Split a model into pipeline stages, split this process's tensor-parallel layers, and shard its parameters."""
+        """Split a model into stages, apply tensor parallelism and sharding to each, and return the model."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
@@ -367,7 +367,7 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model into stages. Returns the split model and the `id` of each module that only others hold."""
+        """Split a model into stages. Also returns the `id` of each module whose parameters are on other processes."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} splits {type(model).__name__} into stages, which interleave forward "
