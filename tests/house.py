@@ -446,18 +446,18 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3267),
-    "callbacks": (33, 7017),
+    "accelerator": (12, 3308),
+    "callbacks": (33, 7022),
     "checkpoint": (13, 3244),
     "cli": (18, 1572),
     "compat": (182, 11027),
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4261),
-    "runtime": (24, 3587),
-    "strategies": (59, 10877),
+    "runtime": (24, 3592),
+    "strategies": (59, 10878),
     "trackers": (18, 2959),
-    "trainer": (46, 9621),
+    "trainer": (46, 9651),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

@@ -81,5 +81,5 @@ def test_a_task_that_optimizes_by_hand_is_refused() -> None:
         automatic_optimization = False
 
     trainer = Trainer(max_epochs=1, callbacks=[GradientAccumulationScheduler({0: 2})], **QUIET)
-    with pytest.raises(ConfigurationError, match="accumulation is not supported for ByHand"):
+    with pytest.raises(ConfigurationError, match="no effect on ByHand, which optimizes by hand"):
         trainer.fit(ByHand({}), rows(2))

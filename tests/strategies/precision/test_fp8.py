@@ -205,7 +205,7 @@ def test_emulation_is_announced_once_with_its_cost(lines):
     found = [line for line in lines() if "emulated on cpu" in line]
     assert len(found) == 1
     assert "2 to 4 times as long" in found[0]
-    assert "use 'bf16'" in found[0]
+    assert "'bf16' to train faster" in found[0]
 
 
 # what is refused
