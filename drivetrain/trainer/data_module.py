@@ -30,7 +30,9 @@ class DataHooks:
         """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Create the datasets for a stage. Called on every process, before the data loaders are created.
+        """Create the datasets. Called on every process at the start of `fit`, `validate`, `test` and `predict`.
+
+        The data loaders are created afterwards.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
