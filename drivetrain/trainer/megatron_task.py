@@ -86,7 +86,7 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one part of the model (chunk) on the next micro-batch.
+        """Run one chunk of the model on the next micro-batch. Called by megatron-core's pipeline schedule.
 
         Args:
             data_iterator: Iterator that returns the batch.
@@ -120,7 +120,7 @@ class MegatronTask(Task):
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return the number of rows and the full sequence length of a batch.
+        """Return a batch's number of rows and sequence length, which pipeline stages must know in advance.
 
         Args:
             batch: A batch of the loader.

@@ -21,7 +21,10 @@ ON_INTERRUPT = ("raise", "return")
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """Checked durations, limits and intervals of a Trainer. `Trainer` documents each option."""
+    """Checked options of a Trainer, such as `max_epochs`: durations, limits and intervals.
+
+    `Trainer` documents each option.
+    """
 
     max_epochs: int = 1000
     min_epochs: int | None = None
@@ -172,7 +175,7 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """Attributes of the Trainer that read and change its options, such as `trainer.max_epochs`."""
+    """Base class through which a Trainer has its options as attributes, such as `trainer.max_epochs`."""
 
     options: TrainerOptions
 
@@ -258,11 +261,9 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Move each duration to the option that counts in its unit, such as `max_steps` for `"500 steps"`.
+    """Move each duration to the option for its unit: `max_duration="500 steps"` becomes `max_steps=500`.
 
     Returns a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
-
-    `max_duration` keeps only samples and tokens, which no other option counts.
     """
     chosen = dict(given)
     if "max_time" in chosen:
@@ -300,7 +301,7 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Set `val_check_interval` or `check_val_every_n_epoch` from a duration, depending on its unit."""
+    """Check the duration given as `val_check_interval`, and store it under the option that fits its unit."""
     assert interval is not None
     if not interval.amount:
         raise ConfigurationError(f"val_check_interval={written!r} is not valid. It must be greater than 0.")

@@ -255,7 +255,7 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Raise `CheckpointError` if an optimizer's state is in a tensor type that checkpoints cannot store.
+    """Raise `CheckpointError` early if an optimizer's state is in a tensor type that cannot be saved.
 
     Called after the first step, when the state exists, rather than at the first save.
     """

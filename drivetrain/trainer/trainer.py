@@ -152,7 +152,7 @@ class TrainerStatus:
 
     @property
     def task_optimizers(self) -> list[PreparedOptimizer]:
-        """The run's optimizers in the wrappers that `Accelerator.prepare` returned."""
+        """The optimizers of the run, each in the wrapper that `Accelerator.prepare` returned."""
         return self.task_run.optimizers
 
     @property
@@ -318,7 +318,7 @@ class TrainerStatus:
 
     @property
     def is_finite(self) -> bool:
-        """True if all logged training values, and the weights at the end of each epoch, have been finite."""
+        """True as long as no value logged in training, and no weight at an epoch's end, was NaN or infinite."""
         return self.finiteness.is_finite
 
     # stages
@@ -602,7 +602,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The object that runs learning-rate and batch-size searches, for `Tuner` and callbacks."""
+        """The learning-rate and batch-size searches of this Trainer, for `Tuner` and callbacks."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
@@ -622,7 +622,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         resume: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train a task.
+        """Train a task, validate it regularly and save checkpoints. Can continue an earlier run with `resume`.
 
         Args:
             model: The task.
@@ -694,7 +694,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Prepare a `fit`: task, data, checkpoint and hooks. Return the training loop, which has not yet begun."""
+        """Prepare task, data and optimizers for `fit`, restore a checkpoint if given, and return the training loop."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -840,7 +840,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return loader
 
     def combine_loaders(self, given: Any, stage: Stage) -> Any:
-        """Combine several loaders into one `CombinedLoader`. A single loader is returned unchanged.
+        """Combine a dict or list of loaders into one `CombinedLoader`. A single loader is returned unchanged.
 
         A dict, or a list of `DataLoader` objects, stands for several loaders. Any other list is a single loader that
         holds batches.
@@ -854,7 +854,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return the part of a loader's data that this process reads, or None to let the strategy decide.
+        """Return which part of a loader's data this process reads, or None to let the strategy divide the data.
 
         Args:
             loader: The loader.
@@ -878,7 +878,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return the number of steps to count if `training_step` skipped all micro-batches of an optimizer step.
+        """Return how many steps to count if `training_step` returned None for a whole optimizer step.
 
         The default is 0. Override it to count such steps.
 
@@ -989,7 +989,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return estimate_steps(self, loader)
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
-        """Convert a fraction of the run, such as `"10%"`, to the unit of the run's limit.
+        """Convert a fraction of the run, such as `"10%"`, to an absolute duration in steps, samples or seconds.
 
         Other durations are returned unchanged.
 
@@ -1026,7 +1026,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel an earlier `request_stop`, while `min_epochs` or `min_steps` is not yet reached.
+        """Cancel an earlier `request_stop`, which is possible while `min_epochs` or `min_steps` delays the stop.
 
         Used when the reason of the request no longer holds. Call it on all processes. Requests of others remain.
         `trainer.should_stop = False` cancels all requests.
@@ -1037,7 +1037,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after the current step, and continue from it. All processes must call it.
+        """Return to an earlier checkpoint after the current step, for example because the loss has exploded.
+
+        All processes must call this.
 
         Args:
             path: The checkpoint.

@@ -93,7 +93,7 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """Trials of one batch-size search, each of which runs a few steps with one batch size.
+    """Trials of a batch-size search. Each runs a few steps to see whether one batch size fits into memory.
 
     Attributes:
         done: Number of trials so far.
@@ -168,7 +168,7 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Run a few steps with one batch size on all ranks, and return whether memory was enough, as an `Attempt`.
+        """Try a batch size for a few steps on all ranks. The returned `Attempt` tells whether memory was enough.
 
         Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
         """
@@ -200,7 +200,7 @@ class _Trials:
 
 
 def _rows_of(loaders: Any) -> int | None:
-    """Return the number of rows of the largest dataset among the loaders, or None if none has a length."""
+    """Return the number of rows of the largest dataset, the upper limit of a batch size. None if unknown."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.loaders
     several = loaders.values() if isinstance(loaders, Mapping) else loaders
