@@ -62,7 +62,7 @@ class DataHooks:
         raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to move to the device in place of `batch`, for example to augment it on the CPU."""
+        """Change a batch before its transfer to the device, for example augment it on the CPU, and return it."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -70,7 +70,7 @@ class DataHooks:
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to use in place of `batch`, for example to augment it on the device."""
+        """Change a batch after its transfer to the device, for example augment it there, and return it."""
         return batch
 
 
@@ -125,7 +125,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Any:
-        """Create a data module from datasets.
+        """Create a data module whose loaders return batches of the given datasets.
 
         Args:
             train_dataset: The training dataset, or several as a list or dict. Shuffled unless it is iterable.

@@ -165,7 +165,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """Return the saved hyper-parameters that a class's constructor accepts as arguments.
+    """Return those saved hyper-parameters that the constructor of `kind` accepts as arguments.
 
     If the constructor has an argument called `name`, and no hyper-parameter has this name, all hyper-parameters are
     returned as this one argument. This restores objects that called `save_hyperparameters(config)`.
@@ -278,7 +278,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Convert an enum, dataclass, namespace, pydantic model or container to built-in types, else return None."""
+    """Convert an enum, dataclass, namespace, pydantic model or container to built-in types. None for other types."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):

@@ -56,10 +56,7 @@ class MegatronTask(Task):
     # methods to override
 
     def transformer_config(self) -> Any:
-        """Return megatron-core's configuration of the model, without parallel sizes and dtypes.
-
-        The strategy sets parallel sizes and dtypes in the returned `TransformerConfig`.
-        """
+        """Return megatron-core's `TransformerConfig` of the model. The strategy then sets parallel sizes and dtypes."""
         raise ConfigurationError(
             f"{type(self).__name__} does not define transformer_config. Override it, for example with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
@@ -102,7 +99,7 @@ class MegatronTask(Task):
         return output, partial(self.loss_func, batch.get("loss_mask"))
 
     def loss_func(self, loss_mask: Tensor | None, output_tensor: Tensor) -> Any:
-        """Compute the loss of a batch from the loss of each position.
+        """Compute the loss of a batch from the losses of its tokens, weighted by `loss_mask`.
 
         Args:
             loss_mask: The weight of each position, of shape (rows, positions). None means 1.

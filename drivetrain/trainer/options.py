@@ -129,7 +129,7 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """True if steps, samples, tokens or time limit the run, so that it needs no maximum of epochs."""
+        """True if a limit in steps, samples, tokens or time ends the run, so that `max_epochs` is not needed."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
@@ -217,7 +217,7 @@ class OptionAttributes:
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change one or several options of the Trainer. New values are checked and take effect immediately.
+        """Change one or several options of the Trainer, such as `max_epochs`, immediately. New values are checked.
 
         Args:
             **changed: New values by option name.
@@ -229,7 +229,7 @@ class OptionAttributes:
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
-    """Raise an error if the clipping options are invalid."""
+    """Raise an error if `gradient_clip_val` or `gradient_clip_algorithm` is invalid."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
             f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
@@ -245,7 +245,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
 
 
 def check_validation_interval(interval: Any) -> None:
-    """Raise an error unless the interval is a number of batches, a fraction of an epoch, or a duration."""
+    """Raise an error unless `val_check_interval` is a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(interval, timedelta | Duration):
         return
     whole = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1

@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """What a Trainer runs: the task with its data module, prepared model, optimizers and hooks.
+    """Task that a Trainer runs, with its data module, prepared model, optimizers and hooks.
 
     Attributes:
         trainer: The Trainer.

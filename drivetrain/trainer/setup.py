@@ -392,7 +392,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks with those that save checkpoints last, so that they save the others' final state."""
+    """Move callbacks that save checkpoints to the end of the list, so that they save the final state of the others."""
     # The sort is stable, so the order is otherwise kept.
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 

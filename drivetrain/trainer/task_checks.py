@@ -125,7 +125,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Raise an error for hooks that are never called any more, and warn about methods that look like misspelled hooks.
+    """Raise an error for hooks that are no longer supported, and warn about misspelled hooks.
 
     Checks the task, the data module and all callbacks.
     """

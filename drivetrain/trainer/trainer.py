@@ -109,7 +109,7 @@ class TrainerStatus:
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps taken."""
+        """The number of optimizer steps that the run has taken so far."""
         return self.progress.global_step
 
     @property
@@ -146,7 +146,7 @@ class TrainerStatus:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks that the callbacks and the task of the current run override."""
+        """The hooks, such as `on_train_start`, that the callbacks and the task of the current run override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
@@ -167,12 +167,12 @@ class TrainerStatus:
 
     @property
     def loggers(self) -> list[Tracker]:
-        """All experiment trackers."""
+        """All experiment trackers of the Trainer."""
         return self.tracker_group.trackers
 
     @property
     def logger(self) -> Tracker | None:
-        """The first experiment tracker, or None."""
+        """The first experiment tracker of the Trainer, or None."""
         return self.loggers[0] if self.loggers else None
 
     @property
@@ -204,7 +204,7 @@ class TrainerStatus:
 
     @property
     def num_devices(self) -> int:
-        """The number of processes on this machine."""
+        """The number of processes of the run on this machine."""
         spawning = self.spawning
         if spawning is not None:
             return spawning.num_processes
@@ -227,7 +227,7 @@ class TrainerStatus:
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this process has rank 0."""
+        """True if this process has rank 0, which usually writes files and prints."""
         return self.accelerator.is_main_process
 
     @property
@@ -434,7 +434,7 @@ _WITHOUT_EFFECT = {
 
 
 class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
-    """Trains, validates and tests a `Task` on one or many devices.
+    """Trains, validates and tests a `Task` on one or many devices, and predicts with it.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device, or an existing `Accelerator`.
@@ -1048,7 +1048,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_rollback(path, skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Skip some of this process's training batches in the rest of the run, such as batches with bad data.
+        """Skip the given training batches of this process in the rest of the run, for example those with bad data.
 
         Args:
             batches: The batches, as (epoch, batch index).

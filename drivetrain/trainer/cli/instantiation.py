@@ -271,7 +271,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a dict with `class_path` describes. A callable argument gets a factory instead."""
+    """Create the object that a dict with `class_path` describes, or a factory if its argument expects a callable."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -352,7 +352,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint's hyper-parameters as command-line options, without those that are equal already.
+    """Return those hyper-parameters of a checkpoint that differ from the command line's, as options.
 
     Raises:
         CheckpointError: A value could name a class, which is not imported without the user's consent.

@@ -202,7 +202,7 @@ class TrainerArgumentParser(ArgumentParser):
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing. A list of all options of the Trainer would hide the error message below it."""
+        """Print nothing, because a list of all options of the Trainer would hide the error message below it."""
 
     def _guess(self, message: str) -> str:
         """Return a sentence that suggests the right name for a misspelled option, class or key, or "" without one."""

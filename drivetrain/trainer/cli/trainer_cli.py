@@ -193,7 +193,7 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the file on rank 0, or raise `ConfigExistsError` on all ranks if the file must not be replaced."""
+        """Write the configuration file on rank 0. Raise `ConfigExistsError` on all ranks if it must not be replaced."""
         path = Path(trainer.local_dir, self.config_filename)
         # Only rank 0 looks: other ranks might look after it has written the file.
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
@@ -229,7 +229,10 @@ class ModuleInstantiator:
         self._key = key
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Create an object. Objects of other classes, such as a task within a task, are created as usual."""
+        """Create a task or data module for the parser, and record its configuration in `hparams`.
+
+        Objects of other classes, such as a task within a task, are created as usual.
+        """
         configured = self._cli.config_dump.get(self._key) or {}
         path = configured.get("class_path")
         # jsonargparse calls this for subclasses in nested options too.
@@ -433,7 +436,7 @@ class TrainerCLI:
         return parser
 
     def add_default_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Add the option for the seed.
+        """Add the option `--seed_everything` to a parser.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -446,7 +449,7 @@ class TrainerCLI:
         )
 
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Add the options of the Trainer, the task and the data module.
+        """Add the command-line options of the Trainer, the task and the data module to a parser.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -459,7 +462,7 @@ class TrainerCLI:
         parser.add_class_args(self.datamodule_class or self.base_data, "data", self.subclass_mode_data, required)
 
     def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Override this method to add options, link arguments, or change defaults.
+        """Override this method to add command-line options, link arguments, or change defaults.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -572,7 +575,7 @@ class TrainerCLI:
             config["seed_everything"] = self.seed(None if given is True else given)
 
     def seed(self, seed: int | None) -> int:
-        """Seed all random generators.
+        """Seed the random generators of Python, NumPy and PyTorch.
 
         Args:
             seed: The seed. None uses one that was set before, or else 0.
@@ -622,7 +625,7 @@ class TrainerCLI:
         """Override this method to run code after the task, data module and Trainer are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return a new Trainer with the parsed options, and with the callbacks whose options the parser has.
+        """Return a new Trainer with the parsed options, and with the callbacks that were configured by options.
 
         Args:
             **kwargs: Arguments that replace configured ones.
@@ -652,7 +655,7 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result of the task's `configure_optimizers` for the chosen optimizer and scheduler.
+        """Return what the task's `configure_optimizers` returns for the optimizer and scheduler of the command line.
 
         Override it to change how a scheduler is used.
 

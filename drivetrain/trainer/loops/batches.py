@@ -59,7 +59,7 @@ class LoaderSource:
         self.is_stale = False
 
     def is_defined(self) -> bool:
-        """Return True if the user passed a loader, or if the data module or task overrides the loader's method."""
+        """Return True if there are loaders for this stage, from the user, the data module or the task."""
         method = self._stage.loader_name
         return (
             self._given is not None
@@ -72,7 +72,7 @@ class LoaderSource:
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """Return a copy that has not prepared its loaders yet, so that a search can create loaders of its own."""
+        """Return a copy of this loader source whose loaders are created anew, for the trial steps of a search."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
@@ -293,7 +293,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return how many batches to run for each evaluation loader, as on the rank with most. Runs a collective.
+    """Return how many batches to run for each evaluation loader: the most on any rank. Runs a collective.
 
     Args:
         loaders: Prepared loaders of this rank.

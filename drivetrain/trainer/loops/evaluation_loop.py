@@ -119,12 +119,10 @@ class EvaluationLoop:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Run the `with` block, then restore the random generators to their previous states.
+        """Restore the random generators after the `with` block, in which the sanity check runs.
 
-        Used for the sanity check, which must not change the random numbers of training. Covers the global generators,
-        those
-        of devices, and those of the task and the data module. The loaders restore their own generators in
-        `run(keep=False)`.
+        Training must not draw other random numbers because of it. Covers the global generators, those of devices, and
+        those of the task and the data module. The loaders restore their own generators in `run(keep=False)`.
         """
         with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
             yield

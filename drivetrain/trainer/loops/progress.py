@@ -178,7 +178,7 @@ class CurrentRun:
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Set another stage, such as validation within training, for the `with` block."""
+        """Set another stage for the `with` block, such as validation within training, then restore the old one."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -253,7 +253,11 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units."""
+    """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units.
+
+    Raises:
+        ConfigurationError: A resumed run did not count this unit from its start.
+    """
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []

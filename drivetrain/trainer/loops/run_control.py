@@ -167,7 +167,11 @@ class EvaluationWatch:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Wait until the other ranks have finished the validation too, and exchange signals with them meanwhile."""
+        """Wait until the other ranks have finished the validation too, and exchange signals with them meanwhile.
+
+        Raises:
+            EvaluationEnded: A signal has arrived on any rank.
+        """
         while not self._exchange(ended=True):
             pass
 
@@ -863,7 +867,7 @@ class ValidationSchedule:
         self._progress.due_at = self._progress.total_batches
 
     def record_validation(self) -> None:
-        """Record that a validation has run after the current batch.
+        """Record that a validation has run after the current batch, so that it does not run twice.
 
         Called before the validation's last hooks, so that the checkpoints that they save include it.
         """
@@ -885,7 +889,7 @@ class ValidationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """True if a validation must run now. Valid once the epoch has reached the batch count from `next_batch`."""
+        """True if a validation must run now. Valid only after the number of batches that `next_batch` returned."""
         return self._counted is None or self.is_pending
 
     @property
@@ -926,7 +930,7 @@ class ValidationSchedule:
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return after how many batches of this epoch it must be checked next whether a validation is due.
+        """Return the number of batches in this epoch after which a validation may be due next.
 
         Returns infinity if no validation by a number of batches is due in this epoch.
         """

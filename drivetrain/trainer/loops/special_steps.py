@@ -499,7 +499,7 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Find out whether the task weights its losses on any rank, and let all ranks do so. Runs an all-reduce."""
+        """Make all ranks weight their losses if the task returned a weight on any rank. Runs an all-reduce."""
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)

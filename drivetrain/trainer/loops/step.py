@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StepOutput:
-    """Reader of what a `training_step` returned: finds the loss and its weight, and reports mistakes."""
+    """Interpreter of the output of `training_step`: finds the loss and its weight, and reports mistakes."""
 
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
@@ -197,7 +197,7 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the model's marker parameter, whose gradient is nonzero if any rank computed a real loss.
+    """Return the extra parameter whose gradient is nonzero if any rank computed a real loss. None without one.
 
     Returns None if the strategy has not wrapped the model with such a parameter.
     """
@@ -452,7 +452,7 @@ class PlainStep:
         return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Set how many ranks divide the rows of each global batch, from which the weights of losses follow."""
+        """Set how many ranks share each global batch, which determines the weight of each rank's loss."""
         self._shards = shards
 
     def run(self, window: list[PendingBatch]) -> bool:
@@ -541,9 +541,9 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Return the next training batch and its indices, or None, for a step that reads `dataloader_iter`.
+        """Return the next training batch and its indices to a step that reads `dataloader_iter`. None at the end.
 
-        None means the end of the epoch. The loader's index is always 0.
+        The end is that of the epoch. The loader's index is always 0.
         """
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:
@@ -707,7 +707,7 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Return a function that clears all gradients, and True if it may be called before the forward.
+    """Return a function that clears all gradients, and whether it may be called before the forward.
 
     It must run later, before the backward, if hooks or an override in the task observe the call.
 

@@ -190,7 +190,7 @@ class LoggedValue:
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
     def mark(self) -> Mark:
-        """Return a snapshot, from which this value can still be saved after newer numbers were logged.
+        """Return a snapshot of this value, for a checkpoint that is saved after newer numbers were logged.
 
         No tensors are copied.
         """
@@ -255,7 +255,7 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Snapshot of one logged value, from which it can be saved after newer numbers were logged.
+    """Snapshot of one logged value, for a checkpoint that is saved after newer numbers were logged.
 
     The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
@@ -478,18 +478,18 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Return the logged values whose step numbers must be reduced over ranks: those with `sync_dist=True`."""
+    """Return the logged values whose step results must be reduced over ranks, because of `sync_dist=True`."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """Return the newest step numbers of this rank that must still be reduced over ranks, by name."""
+    """Return this rank's latest values of single steps that must still be reduced over ranks, by name."""
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the newest step numbers of all ranks, by name, for example to their mean.
+    """Reduce the latest step values of all ranks, by name, for example to their mean.
 
     Args:
         entries: Logged values, with their reductions.
@@ -552,7 +552,10 @@ class LoggedValues:
     # Scope
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
-        """Return the key of a table of logged values: stage and loader. A name has one meaning per table."""
+        """Return the key under which values logged in this scope are grouped: stage and loader index.
+
+        Within a group, each name has a single meaning.
+        """
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
@@ -595,7 +598,7 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
-        """Collect all calls of `self.log` in the `with` block in the list that is yielded, and store no values.
+        """Yield a list that collects all `self.log` calls of the `with` block. Their values are not stored.
 
         Calls during `skips` are dropped.
         """
@@ -662,7 +665,7 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Collect all calls of `self.log` in the `with` block in the list that is yielded, and store their values.
+        """Yield a list that collects all `self.log` calls of the `with` block. Their values are stored as well.
 
         Other ranks of a pipeline then repeat the calls with `replay`.
         """
@@ -786,7 +789,7 @@ class LoggedValues:
     # Values for trackers and callbacks
 
     def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
-        """Return the latest value of each name that the training step has logged, by name.
+        """Return the values that `training_step` has logged last, by name.
 
         Args:
             for_logger: True to return only values for trackers.
@@ -988,7 +991,7 @@ class LoggedValues:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Discard all logged values, and reset logged metrics, at the start of `fit`, `validate` or the like.
+        """Discard all logged values, and reset their metrics, before `fit`, `validate`, `test` or `predict` begins.
 
         Args:
             evaluates_alone: True for `validate`, `test` and `predict`, False for `fit`.
@@ -1003,7 +1006,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Add numbers that no task has logged to the values that callbacks and the progress bar read.
+        """Add numbers that were not logged in this process to the values for callbacks and the progress bar.
 
         Args:
             values: Values for callbacks, by name.

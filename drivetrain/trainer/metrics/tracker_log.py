@@ -60,7 +60,7 @@ class TrackerLog:
     # Step values
 
     def begin_training(self) -> None:
-        """Prepare `log_every_n_steps` for training if it is a duration, such as `"1M samples"`."""
+        """Prepare to write values at intervals during training, if `log_every_n_steps` is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None

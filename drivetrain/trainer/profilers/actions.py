@@ -54,7 +54,7 @@ class Actions:
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the name of the action for a callback's hook, such as `[Callback]Timer.on_fit_start`.
+        """Return the name under which profilers report a callback's hook: `[Callback]Timer.on_fit_start`.
 
         The name contains the callback's `state_key` if there are several callbacks of its class.
         """
@@ -90,7 +90,7 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """Return an iterable over the values in which the profiler measures the wait for each value."""
+        """Let the profiler measure how long a loop waits for each value. Return an iterable over the values."""
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:

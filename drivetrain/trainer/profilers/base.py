@@ -92,7 +92,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Return a context manager that measures its body as an action.
+        """Return a context manager with which the profiler measures the code in a `with` block as one action.
 
         Args:
             action_name: Name of the action.
@@ -108,7 +108,7 @@ class Profiler(ABC):
         return ""
 
     def describe(self) -> None:
-        """Print the report, or write it to a file if the profiler has a `filename`."""
+        """Print the profiler's report, or write it to a file if `filename` is set."""
         report = self.summary()
         if not report:
             return

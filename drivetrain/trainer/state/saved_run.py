@@ -171,7 +171,7 @@ class StepSnapshot:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Discard the copied state, so that the next checkpoint stores the current one."""
+        """Discard the snapshot from before the step, so that the next checkpoint stores the current state."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
@@ -570,7 +570,13 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Move a loader behind the first `batches` of an epoch, for a checkpoint without the loader's position."""
+    """Move a loader past the first `batches` of an epoch, for a checkpoint without the loader's position.
+
+    Args:
+        loader: Prepared training loader.
+        epoch: Index of the epoch.
+        batches: Number of batches to skip.
+    """
     loader.set_epoch(epoch)
     if not batches:
         return

@@ -63,7 +63,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the attribute that holds the batch size, after checking that a search can change it.
+    """Check that a search can change the batch size, and return the attribute that stores it.
 
     Raises:
         ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.

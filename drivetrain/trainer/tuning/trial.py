@@ -229,7 +229,7 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Context manager that shows a progress bar for a search, on rank 0 if the Trainer has a progress bar.
+    """Show a progress bar for a search in the `with` block, on rank 0 and if the Trainer shows progress bars.
 
     Yields a function that advances the bar by one step and shows the given values.
     """
