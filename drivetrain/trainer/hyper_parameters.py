@@ -278,7 +278,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Convert an enum, dataclass, namespace, pydantic model or container to built-in types. None for other types."""
+    """Convert an enum, dataclass, pydantic model or similar to built-in types, or return None for other types."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):

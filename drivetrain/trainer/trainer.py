@@ -269,17 +269,17 @@ class TrainerStatus:
 
     @property
     def num_val_batches(self) -> list[float]:
-        """The number of batches of each validation loader."""
+        """The number of batches of each validation loader, as a list."""
         return self.current.evaluation_batches.get(Stage.VALIDATE, [])
 
     @property
     def num_test_batches(self) -> list[float]:
-        """The number of batches of each test loader."""
+        """The number of batches of each test loader, as a list."""
         return self.current.evaluation_batches.get(Stage.TEST, [])
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """The number of batches of each prediction loader."""
+        """The number of batches of each prediction loader, as a list."""
         return self.current.evaluation_batches.get(Stage.PREDICT, [])
 
     @property

@@ -76,7 +76,7 @@ class LoaderSource:
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders for this stage, before they are prepared. None if the user gave none.
+        """Return the user's loader or loaders for this stage before they are prepared, or None if there are none.
 
         If a method of the task or data module creates the loaders, it is called each time.
         """
@@ -199,9 +199,9 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Combine the user's hooks, such as `transfer_batch_to_device`, into one function. None without such hooks.
+        """Combine the user's hooks, such as `transfer_batch_to_device`, into one function, if there are any.
 
-        Also returns a function if the precision of the run casts batches itself.
+        Returns None without such hooks, unless the precision of the run casts batches itself.
         """
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
@@ -567,7 +567,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Read the next training batch, for a `training_step` that takes batches itself. None at the epoch's end.
+        """Return the epoch's next batch to a `training_step` that reads further batches, or None at the end.
 
         Used for `dataloader_iter`. The training loop then does not process the batch again.
 

@@ -307,7 +307,7 @@ class Foresight:
     def of(cls, trainer: Trainer) -> Foresight | None:
         """Create an estimator of samples and tokens per step, or return None if no setting of the run needs it.
 
-        Settings in epochs, samples, tokens or fractions of the run need them.
+        Settings in epochs, samples, tokens or fractions of the run need the estimates.
         """
         units = _units_in_use(trainer)
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
@@ -336,7 +336,7 @@ class Foresight:
 
 
 class _Samples:
-    """Counter of the training samples of all ranks, for limits such as `max_duration`. Ignores padding rows.
+    """Counter of the training samples of all ranks, without padding rows, for limits such as `max_duration`.
 
     Attributes:
         note: None, since this counter does not read the batches themselves.

@@ -197,7 +197,7 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the extra parameter whose gradient is nonzero if any rank computed a real loss. None without one.
+    """Return the extra parameter whose gradient is nonzero if any rank computed a real loss, or None without one.
 
     Returns None if the strategy has not wrapped the model with such a parameter.
     """
@@ -541,9 +541,9 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Return the next training batch and its indices to a step that reads `dataloader_iter`. None at the end.
+        """Return the epoch's next batch and its indices, or None, to a step that reads `dataloader_iter`.
 
-        The end is that of the epoch. The loader's index is always 0.
+        None means the end of the epoch. The loader's index is always 0.
         """
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:

@@ -457,7 +457,7 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction that `reduce_fx` of `self.log` stands for: a lower-case name or a function.
+    """Return the reduction that `self.log(reduce_fx=...)` asks for: a name, such as `"mean"`, or a function.
 
     Raises:
         ConfigurationError: The name is unknown.

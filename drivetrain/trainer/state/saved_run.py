@@ -606,7 +606,7 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """Return the path of a checkpoint that is given as `"best"`, `"last"`, `"auto"` or a path. None without any.
+    """Return the path of the checkpoint that is given as `"best"`, `"last"`, `"auto"` or a path, or None.
 
     All ranks must call this together, since `"auto"` runs a collective.
 
@@ -687,7 +687,7 @@ def _default_directory(trainer: Trainer) -> str:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """Return the newest checkpoint in several directories, preferably one with a finite loss. None without any."""
+    """Return the newest checkpoint in several directories, preferably one with a finite loss, or None."""
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
 
     def rank(path: str) -> tuple[bool, int]:

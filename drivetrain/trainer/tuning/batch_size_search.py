@@ -200,7 +200,7 @@ class _Trials:
 
 
 def _rows_of(loaders: Any) -> int | None:
-    """Return the number of rows of the largest dataset, the upper limit of a batch size. None if unknown."""
+    """Return the number of rows of the largest dataset, which limits the batch size, or None if it is unknown."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.loaders
     several = loaders.values() if isinstance(loaders, Mapping) else loaders

@@ -135,7 +135,7 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Train for some steps with rising learning rates, then set the best one. Return all rates and losses.
+    """Train for some steps with rising learning rates, set the suggested rate, and return rates and losses.
 
     Everything else in the run is restored. All ranks must call this together, after the task is placed. Their losses
     are averaged, so all find an equal rate.
@@ -236,7 +236,10 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the mean loss of the last step over micro-batches and ranks, and start anew. None without losses."""
+        """Return the mean loss of the last step over micro-batches and ranks, or None, and start anew.
+
+        Returns None if the step had no loss.
+        """
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
