@@ -783,7 +783,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the test data. Arguments and result are the same as for `validate`."""
+        """Evaluate a task on the test data, and return a list with a dict of logged values for each loader.
+
+        Arguments and result are the same as for `validate`.
+        """
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
