@@ -72,9 +72,9 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
 
 @contextmanager
 def compilations_watched(trainer: Trainer) -> Iterator[None]:
-    """Store compiled code in the run's folder during the `with` block, and print a summary of compilations.
+    """Cache compiled code in the run's folder during the `with` block. Then print what `torch.compile` did.
 
-    Does nothing if nothing is compiled.
+    Does nothing if the Trainer does not compile the task.
     """
     if trainer.accelerator.preparation.compilation is None:
         yield
@@ -95,7 +95,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
-    """Set inductor's cache folder for the `with` block, unless the user has chosen one."""
+    """Let `torch.compile` cache code below `root` in the `with` block, unless the user has set a folder."""
     # Torch sets the variable to its default when it needs the folder, which is no choice of the user.
     is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
     if is_named or "://" in root:  # inductor writes local files
@@ -119,7 +119,7 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """Return one line that summarizes compilations and graph breaks, or an empty string if nothing was compiled."""
+    """Return a line for the user that summarizes what `torch.compile` did, or "" if it compiled nothing."""
     # There are also records of backwards, and of code that had nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
@@ -143,7 +143,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _in_words(reason: str) -> str:
-    """Return torch's reason for a recompilation in plain words, or unchanged if it is not a known one."""
+    """Return torch's reason for a recompilation in plain words. Unknown reasons are returned unchanged."""
     first = reason.strip().splitlines()[0]
     first = re.sub(r"^\d+/\d+: *", "", first)  # the number of the compiled version that did not match
     for pattern, words in _REASONS:
@@ -188,7 +188,7 @@ def is_compiled(task: Task) -> bool:
 
 
 def leave_compiled(task: Task) -> None:
-    """Undo `torch.compile(task)`: restore the task's own forward and step methods."""
+    """Undo the effect of `torch.compile(task)`: restore the task's own forward and step methods."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

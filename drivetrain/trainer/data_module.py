@@ -30,7 +30,9 @@ class DataHooks:
         """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Create the datasets for a stage. Called on every process, before the data loaders are created.
+        """Create the datasets. Called on every process at the start of `fit`, `validate`, `test` and `predict`.
+
+        The data loaders are created afterwards.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -60,7 +62,7 @@ class DataHooks:
         raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to move to the device in place of `batch`, for example to augment it on the CPU."""
+        """Change a batch before its transfer to the device, for example augment it on the CPU, and return it."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -68,7 +70,7 @@ class DataHooks:
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to use in place of `batch`, for example to augment it on the device."""
+        """Change a batch after its transfer to the device, for example augment it there, and return it."""
         return batch
 
 
@@ -123,7 +125,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Any:
-        """Create a data module from datasets.
+        """Create a data module whose loaders return batches of the given datasets.
 
         Args:
             train_dataset: The training dataset, or several as a list or dict. Shuffled unless it is iterable.

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class TaskFiles(HoldsHyperParameters, nn.Module):
-    """Base class of `Task` with the methods that load checkpoints and export the forward method."""
+    """Base class of `Task` with the methods that load a task from a checkpoint and export it, such as `to_onnx`."""
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None

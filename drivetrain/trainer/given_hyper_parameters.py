@@ -22,9 +22,10 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which a new object's `save_hyperparameters` records `values` instead of arguments.
+    """Let new objects of class `kind` record `values` in `hparams`, instead of their constructor arguments.
 
-    A command line uses it, so that a checkpoint stores the configuration instead of objects that cannot be saved.
+    A command line creates objects within this `with` block, so that a checkpoint stores their configuration instead of
+    objects that cannot be saved.
 
     Args:
         kind: The object's class. Objects of other classes record their own arguments.
@@ -38,14 +39,19 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """Return the values that `save_hyperparameters` must record in place of an object's arguments, or None."""
+    """Return the configuration that a command line has set for the `hparams` of an object, or None without one.
+
+    It replaces the constructor arguments, which `save_hyperparameters` records otherwise.
+    """
     given = _given.get()
     # Only for this class: the constructor may create other objects that record their own arguments.
     return given[1] if given is not None and type(owner) is given[0] else None
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return `kind` or its imported subclass with the given import path, or None. Nothing is imported.
+    """Return the class with the import path `path` if it is `kind` or an imported subclass, else None.
+
+    Nothing is imported.
 
     Args:
         kind: The class.

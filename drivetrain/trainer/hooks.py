@@ -39,7 +39,7 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
 
 
 class Hooks:
-    """Lookup of the hooks that the callbacks and the task of a run override.
+    """Lookup of the hooks, such as `on_train_start`, that the callbacks and the task of a run override.
 
     Callbacks are called before the task, except for callbacks that set `runs_last_at_epoch_end`.
     """
@@ -52,14 +52,17 @@ class Hooks:
         self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
-        """Return the overridden hooks with this name, callbacks first. The Trainer and the task are already bound."""
+        """Return all overrides of a hook, such as `on_train_start`: first those of the callbacks, then the task's.
+
+        The Trainer and the task, which callbacks receive as first arguments, are already bound.
+        """
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self._collect(name)
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return the overridden hooks of an evaluation batch, with the data loader's index bound if needed.
+        """Return all overrides of an evaluation hook, such as `on_test_batch_end`, for the batches of one loader.
 
         The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
@@ -71,19 +74,22 @@ class Hooks:
         return self._of_batches[key]
 
     def call(self, name: str, *args: Any) -> None:
-        """Call all overridden hooks with this name, callbacks first, with the given arguments."""
+        """Call all overrides of a hook, such as `on_train_start`, with `args`: first the callbacks, then the task."""
         for hook in self.find(name):
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overridden hooks of callbacks without `runs_last_at_epoch_end`, and the task's hook.
+        """Return the overrides of an epoch-end hook that run first: those of most callbacks, then the task's.
 
-        They are called before the hooks of other callbacks, such as checkpoints.
+        Callbacks with `runs_last_at_epoch_end`, such as `ModelCheckpoint`, run afterwards.
         """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the overridden hooks of callbacks with `runs_last_at_epoch_end`, which read values logged before."""
+        """Return the overrides of an epoch-end hook in the callbacks that run last, such as `ModelCheckpoint`.
+
+        These callbacks set `runs_last_at_epoch_end`, and read values that others have logged.
+        """
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
@@ -134,7 +140,7 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Give a callback the methods `log` and `log_dict` of the task for the run. A task of None removes them.
+    """Let a callback log: give it the task's `log` and `log_dict`, or remove them if `task` is None.
 
     A callback that defines such methods itself keeps them.
     """
@@ -163,7 +169,7 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call all hooks, even if some raise. Log their errors and return them."""
+    """Call all hooks, even if some of them raise. Log their exceptions, and return these as a list."""
     errors: list[BaseException] = []
     for hook in hooks:
         try:
@@ -176,7 +182,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return the hook `name` of data module, callbacks and task, in this order, ready to call without arguments."""
+    """Return the `setup` or `teardown` hooks of data module, callbacks and task with all arguments bound."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
@@ -189,7 +195,7 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 
 
 def _of_stage(hook: Hook, stage: str) -> Hook:
-    """Return a `setup` or `teardown` hook with its stage bound, as a keyword if the hook accepts one."""
+    """Bind the argument `stage` of a `setup` or `teardown` hook, by keyword if the parameter has this name."""
     try:
         # Users may call the parameter something else, such as `_`.
         inspect.signature(hook).bind(stage=stage)

@@ -46,7 +46,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Return the arguments of an object's running constructors by name, read from the call stack.
+    """Read the arguments that an object's `__init__` received from the call stack, for `save_hyperparameters`.
 
     If constructors of a class and its base class have an argument of the same name, the value of the derived class is
     returned.
@@ -59,7 +59,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the derived class's constructor, or None if no base class has a running one.
+    """Return the arguments of a subclass's `__init__` if a base class's `__init__` saves them, else None.
 
     None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
     that a derived class does not pass on to its base class.
@@ -81,7 +81,7 @@ def _arguments_in(frame: FrameType) -> dict[str, Any]:
 
 
 def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
-    """Yield the stack frames of an object's running `__init__` methods, the innermost first."""
+    """Yield the stack frames of an object's running `__init__` methods, from the base class outwards."""
     current: FrameType | None = frame
     while current is not None:
         # The first local variable of a method is `self`, whatever it is called.
@@ -130,7 +130,7 @@ def select_hyper_parameters(
 
 
 def _is_module(name: str, value: Any) -> bool:
-    """Return True if a value is a module. Also warn that `save_hyperparameters` does not record modules."""
+    """Return True if a hyper-parameter is a module, and warn that `save_hyperparameters` leaves it out."""
     if not isinstance(value, nn.Module):
         return False
     logger.warning(
@@ -165,7 +165,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """Return the saved hyper-parameters that a class's constructor accepts as arguments.
+    """Return those saved hyper-parameters that the constructor of `kind` accepts as arguments.
 
     If the constructor has an argument called `name`, and no hyper-parameter has this name, all hyper-parameters are
     returned as this one argument. This restores objects that called `save_hyperparameters(config)`.
@@ -185,7 +185,7 @@ def made_of(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module from its saved hyper-parameters.
+    """Create a task or data module for `load_from_checkpoint`, from its saved hyper-parameters.
 
     `overrides` replace saved values. Hyper-parameters of a command line may describe objects to create, which requires
     `instantiate=True`.
@@ -278,7 +278,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Convert an enum, dataclass, namespace, pydantic model or container to built-in types, else return None."""
+    """Convert an enum, dataclass, pydantic model or similar to built-in types, or return None for other types."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -295,7 +295,7 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Base class of tasks and data modules that records constructor arguments in `hparams`.
+    """Base class of `Task` and `DataModule`: `save_hyperparameters` records constructor arguments in `hparams`.
 
     `save_hyperparameters` may be called before `super().__init__()`.
     """
@@ -311,7 +311,7 @@ class HoldsHyperParameters:
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add the arguments that `save_hyperparameters` selected to `hparams`. Warn about modules and skip them.
+        """Add constructor arguments to `hparams` for `save_hyperparameters`. Modules are left out with a warning.
 
         Args:
             chosen: The arguments that `save_hyperparameters` selected.
@@ -414,7 +414,7 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module from the hyper-parameters in a checkpoint, or in `hparams_file` if given.
+    """Create a task or data module for `load_from_checkpoint`, from a checkpoint or from `hparams_file`.
 
     `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
     `overrides` are constructor arguments that replace saved ones.
@@ -469,7 +469,7 @@ ENTRIES = (
 
 @contextmanager
 def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a checkpoint as one dict, in the layout that checkpoint hooks of tasks and callbacks expect.
+    """Yield a checkpoint as the single dict that `on_save_checkpoint` and `on_load_checkpoint` receive.
 
     The hooks are `on_save_checkpoint` and `on_load_checkpoint`. After the `with` block, changes that hooks made are
     written back to the engine's part and the Trainer's entries.
@@ -493,7 +493,7 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return a data module's saved state from a checkpoint's entries, or None if there is none.
+    """Return the state of a data module of class `kind` from a checkpoint's entries, or None if there is none.
 
     A `.ckpt` file stores the state under the name of the data module's class.
     """

@@ -56,10 +56,7 @@ class MegatronTask(Task):
     # methods to override
 
     def transformer_config(self) -> Any:
-        """Return megatron-core's configuration of the model, without parallel sizes and dtypes.
-
-        The strategy sets parallel sizes and dtypes in the returned `TransformerConfig`.
-        """
+        """Return megatron-core's `TransformerConfig` of the model. The strategy then sets parallel sizes and dtypes."""
         raise ConfigurationError(
             f"{type(self).__name__} does not define transformer_config. Override it, for example with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
@@ -86,7 +83,7 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one part of the model (chunk) on the next micro-batch.
+        """Run one chunk of the model on the next micro-batch. Called by megatron-core's pipeline schedule.
 
         Args:
             data_iterator: Iterator that returns the batch.
@@ -102,7 +99,7 @@ class MegatronTask(Task):
         return output, partial(self.loss_func, batch.get("loss_mask"))
 
     def loss_func(self, loss_mask: Tensor | None, output_tensor: Tensor) -> Any:
-        """Compute the loss of a batch from the loss of each position.
+        """Compute the loss of a batch from the losses of its tokens, weighted by `loss_mask`.
 
         Args:
             loss_mask: The weight of each position, of shape (rows, positions). None means 1.
@@ -120,7 +117,7 @@ class MegatronTask(Task):
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return the number of rows and the full sequence length of a batch.
+        """Return a batch's number of rows and sequence length, which pipeline stages must know in advance.
 
         Args:
             batch: A batch of the loader.

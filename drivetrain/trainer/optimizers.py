@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the names of optimizers that `configure_optimizers` returned in a dict, else an empty tuple.
+    """Return the keys if `configure_optimizers` returned a dict of named optimizers, else an empty tuple.
 
     Raises:
         ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
@@ -131,7 +131,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Split the result of `configure_optimizers` into a list of optimizers and a list of scheduler settings.
+    """Check the result of `configure_optimizers`, and return its optimizers and schedulers as two lists.
 
     Args:
         configured: The result.
@@ -274,10 +274,7 @@ def _describe(value: Any) -> str:
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Start the counters of schedulers that step after a number of samples, tokens or a share of the run.
-
-    Called when training starts.
-    """
+    """Prepare schedulers that step at a duration, such as every `"1M samples"`, when training starts."""
     for config in trainer.lr_scheduler_configs:
         every: Any = config.frequency
         is_counted = isinstance(every, Duration)
@@ -285,7 +282,7 @@ def begin_schedules(trainer: Trainer) -> None:
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
-    """Step the learning-rate schedulers with `interval="step"` that are due after an optimizer step.
+    """Step those learning-rate schedulers with `interval="step"` that are due after an optimizer step.
 
     Not called after a skipped optimizer step.
     """
@@ -312,7 +309,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the epoch schedulers that monitor no value, after the last batch of an epoch.
+    """Step the schedulers with `interval="epoch"` that monitor no value, after the last batch of an epoch.
 
     The progress records this, so that a run resumed at this point does not step them twice.
     """

@@ -21,7 +21,10 @@ ON_INTERRUPT = ("raise", "return")
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """Checked durations, limits and intervals of a Trainer. `Trainer` documents each option."""
+    """Checked options of a Trainer, such as `max_epochs`: durations, limits and intervals.
+
+    `Trainer` documents each option.
+    """
 
     max_epochs: int = 1000
     min_epochs: int | None = None
@@ -126,7 +129,7 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """True if steps, samples, tokens or time limit the run, so that it needs no maximum of epochs."""
+        """True if a limit in steps, samples, tokens or time ends the run, so that `max_epochs` is not needed."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
@@ -172,7 +175,7 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """Attributes of the Trainer that read and change its options, such as `trainer.max_epochs`."""
+    """Base class through which a Trainer has its options as attributes, such as `trainer.max_epochs`."""
 
     options: TrainerOptions
 
@@ -214,7 +217,7 @@ class OptionAttributes:
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change one or several options of the Trainer. New values are checked and take effect immediately.
+        """Change one or several options of the Trainer, such as `max_epochs`, immediately. New values are checked.
 
         Args:
             **changed: New values by option name.
@@ -226,7 +229,7 @@ class OptionAttributes:
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
-    """Raise an error if the clipping options are invalid."""
+    """Raise an error if `gradient_clip_val` or `gradient_clip_algorithm` is invalid."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
             f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
@@ -242,7 +245,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
 
 
 def check_validation_interval(interval: Any) -> None:
-    """Raise an error unless the interval is a number of batches, a fraction of an epoch, or a duration."""
+    """Raise an error unless `val_check_interval` is a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(interval, timedelta | Duration):
         return
     whole = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
@@ -258,11 +261,9 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Move each duration to the option that counts in its unit, such as `max_steps` for `"500 steps"`.
+    """Move each duration to the option for its unit: `max_duration="500 steps"` becomes `max_steps=500`.
 
     Returns a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
-
-    `max_duration` keeps only samples and tokens, which no other option counts.
     """
     chosen = dict(given)
     if "max_time" in chosen:
@@ -300,7 +301,7 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Set `val_check_interval` or `check_val_every_n_epoch` from a duration, depending on its unit."""
+    """Check the duration given as `val_check_interval`, and store it under the option that fits its unit."""
     assert interval is not None
     if not interval.amount:
         raise ConfigurationError(f"val_check_interval={written!r} is not valid. It must be greater than 0.")

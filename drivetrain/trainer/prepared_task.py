@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """Task of a Trainer's run, with its data module, prepared model, optimizers and hooks.
+    """Task that a Trainer runs, with its data module, prepared model, optimizers and hooks.
 
     Attributes:
         trainer: The Trainer.
@@ -89,11 +89,11 @@ class TaskRun:
         self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
-        """Store a task and data module, for example for a later `validate` that is called without a task."""
+        """Keep a task and data module, so that later calls such as `validate()` need not name them."""
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
-        """Find the overridden hooks, prepare the data on one process per machine, and call all `setup` hooks."""
+        """Set up a run: look up overridden hooks, call `prepare_data` once per machine, then all `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
         # Before hooks are looked up, because it may replace callbacks.
@@ -116,9 +116,9 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Call only hooks of these callbacks and the task in the `with` block, and step no schedulers.
+        """Call only the hooks of `callbacks` and the task in the `with` block, for trial steps of a search.
 
-        Searches use this for their trial steps.
+        Learning-rate schedulers do not step.
         """
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
@@ -172,7 +172,7 @@ class TaskRun:
     # preparation for devices and processes
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Call the task's `configure_optimizers`, store its schedulers, and return its optimizers."""
+        """Call the task's `configure_optimizers`. Store the schedulers that it returns, return the optimizers."""
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
@@ -195,7 +195,7 @@ class TaskRun:
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
-        """Prepare the task, its optimizers and schedulers for training, and return the prepared model.
+        """Prepare task, optimizers and schedulers with the strategy for `fit`, and return the wrapped model.
 
         They replace those of an earlier `fit`.
         """
@@ -219,7 +219,7 @@ class TaskRun:
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
-        """Prepare the task without optimizers, unless `fit` has prepared it, and return the prepared model."""
+        """Prepare the task with the strategy, unless `fit` has already done so, and return the wrapped model."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         # After `fit`, its prepared model is used.
         if self.model is None or strategy.unwrap(self.model) is not task:

@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 
 class TwinCallbacksError(ConfigurationError, RuntimeError):
-    """Raised if two callbacks use the same key for their state in checkpoints."""
+    """Raised if two callbacks of a Trainer would save their states in checkpoints under the same key."""
 
 
 def make_accelerator(
@@ -55,9 +55,10 @@ def make_accelerator(
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
-    """Create the `Accelerator` of a Trainer, or return the given one, after starting missing processes.
+    """Create the `Accelerator` for a Trainer's arguments, after restarting the script under a launcher if needed.
 
-    If the script runs without a launcher and needs several processes, it is restarted under one.
+    A restart is needed if the script runs without a launcher, but needs several processes. An `Accelerator` that the
+    Trainer received is returned unchanged.
     """
     # An existing engine has its devices and strategy already, so the Trainer cannot choose them.
     if isinstance(accelerator, Accelerator):
@@ -111,7 +112,7 @@ def make_accelerator(
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:
-    """Raise an error if `sync_batchnorm=True` meets a strategy other than DDP that the launcher selected.
+    """Raise an error if `sync_batchnorm=True`, but the launcher has selected another strategy than DDP.
 
     No error is raised if the script selects a strategy itself.
     """
@@ -125,7 +126,7 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Complete the Trainer's options with the number of micro-batches per step, and check them.
+    """Complete the Trainer's options with `accumulate_grad_batches`, and check that the strategy supports them.
 
     If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
 
@@ -208,10 +209,10 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return strategy and number of processes for `ddp_spawn` and `ddp_fork`, where `fit` starts processes.
+    """Return the strategy for `ddp_spawn` or `ddp_fork`: plain DDP if `fit` need not start processes itself.
 
-    This is the case with `ddp_spawn` and `ddp_fork`. Started processes, launched scripts and runs with one process use
-    the inner strategy directly.
+    Started processes, launched scripts and runs with one process use plain DDP. Also returns the number of processes
+    that must exist before `fit`.
     """
     if environment.is_launched:
         # No warning in processes that a Trainer itself has started.
@@ -235,7 +236,7 @@ def _left_to_verbs(
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the kind of device that the run uses, and the number of processes to run on it."""
+    """Return the kind of device, such as CUDA, and the number of processes that `Trainer(devices=...)` asks for."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
@@ -381,7 +382,7 @@ def make_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """Return the Trainer's callbacks with those of a task, which replace others of the same or a base class."""
+    """Add a task's callbacks to those of the Trainer, replacing callbacks of the same or a base class."""
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
@@ -391,7 +392,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks with those that save checkpoints last, so that they save the others' final state."""
+    """Move callbacks that save checkpoints to the end of the list, so that they save the final state of the others."""
     # The sort is stable, so the order is otherwise kept.
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
@@ -414,7 +415,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
-    """Create modules in the `with` block on the run's device and in its dtype, as the strategy requires."""
+    """Create modules in the `with` block directly on the run's device, in its dtype and as the strategy needs."""
     strategy = trainer.strategy
     # The strategy comes last, because sharding strategies create parameters on the meta device.
     with (

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Description of a method call, such as `fit`, and of its Trainer, for the processes that run it.
+    """Call of a Trainer's method, such as `fit`, in the form in which new processes receive it and run it.
 
     Attributes:
         kind: The Trainer's class.
@@ -77,7 +77,7 @@ class SpawnedVerb:
     given: dict[str, Any]
 
     def run(self) -> Outcome | None:
-        """Call the method on a new Trainer in this process. Return its outcome on rank 0, else None."""
+        """Run the method, such as `fit`, on a new Trainer. Return its outcome on rank 0, and None on other ranks."""
         forget_process()  # state from before the fork, or from importing the script
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
@@ -111,7 +111,7 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """Result of a Trainer's method, such as `fit`, and the final state of the first process that ran it.
+    """Result of a method, such as `fit`, in spawned processes, with the final weights and states of rank 0.
 
     Attributes:
         result: The method's return value.
@@ -149,7 +149,10 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Collect the result and the final state of a Trainer after its run, with tensors on the CPU."""
+        """Collect the result and final state of a Trainer, to be sent to the process that started the run.
+
+        Tensors are moved to the CPU.
+        """
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -170,7 +173,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Load the final state of the finished processes into the Trainer that started them, and into its task."""
+        """Load the final weights and states of spawned processes into the Trainer and task that started them."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
@@ -198,7 +201,7 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Call a Trainer's method, such as `fit`, in new processes, and return its result.
+    """Run a Trainer's method, such as `fit`, in new processes, as `ddp_spawn` demands. Return its result.
 
     The Trainer then takes over the state and weights of the first process.
     """
@@ -264,7 +267,7 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Pickle the method call for the new processes. Raise `ConfigurationError` if that is impossible."""
+    """Pickle the method call for new processes. Raise a `ConfigurationError` that names what cannot be pickled."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)
@@ -280,7 +283,7 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """Return the objects that new processes receive, by the names that an error message uses for them."""
+    """Return all objects that are sent to new processes, by the names under which an error message lists them."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     # Objects are tried in this order until one cannot be pickled, so the most likely ones come first.
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
@@ -296,14 +299,14 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
 
 
 def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
-    """Run the method call that this process was started for, and return its outcome as pickled bytes."""
+    """Run the method, such as `fit`, for which this process was started. Return its outcome as pickled bytes."""
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)
 
 
 def _on_host(value: Any) -> Any:
-    """Return nested lists and dicts with their tensors detached and moved to the CPU."""
+    """Move all tensors in nested lists and dicts to the CPU, and detach them from the autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

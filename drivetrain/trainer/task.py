@@ -83,7 +83,10 @@ class TaskHooks(nn.Module):
         """Run code after each backward pass. Gradients are not clipped yet, and may be scaled in fp16 training."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run code before each step of `optimizer`. Its gradients are unscaled, but not clipped yet."""
+        """Run code before each step of `optimizer`, for example to log gradient norms. Gradients are not clipped yet.
+
+        They are already unscaled.
+        """
 
     def on_validation_model_zero_grad(self) -> None:
         """Free the gradients before each validation within `fit`, to save memory.

@@ -125,7 +125,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Raise an error for hooks that are never called any more, and warn about methods that look like misspelled hooks.
+    """Raise an error for hooks that are no longer supported, and warn about misspelled hooks.
 
     Checks the task, the data module and all callbacks.
     """
@@ -255,7 +255,7 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Raise `CheckpointError` if an optimizer's state is in a tensor type that checkpoints cannot store.
+    """Raise `CheckpointError` early if an optimizer's state is in a tensor type that cannot be saved.
 
     Called after the first step, when the state exists, rather than at the first save.
     """

@@ -109,7 +109,7 @@ class TrainerStatus:
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps taken."""
+        """The number of optimizer steps that the run has taken so far."""
         return self.progress.global_step
 
     @property
@@ -146,13 +146,13 @@ class TrainerStatus:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks that the callbacks and the task of the current run override."""
+        """The hooks, such as `on_train_start`, that the callbacks and the task of the current run override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
     @property
     def task_optimizers(self) -> list[PreparedOptimizer]:
-        """The run's optimizers in the wrappers that `Accelerator.prepare` returned."""
+        """The optimizers of the run, each in the wrapper that `Accelerator.prepare` returned."""
         return self.task_run.optimizers
 
     @property
@@ -167,12 +167,12 @@ class TrainerStatus:
 
     @property
     def loggers(self) -> list[Tracker]:
-        """All experiment trackers."""
+        """All experiment trackers of the Trainer."""
         return self.tracker_group.trackers
 
     @property
     def logger(self) -> Tracker | None:
-        """The first experiment tracker, or None."""
+        """The first experiment tracker of the Trainer, or None."""
         return self.loggers[0] if self.loggers else None
 
     @property
@@ -204,7 +204,7 @@ class TrainerStatus:
 
     @property
     def num_devices(self) -> int:
-        """The number of processes on this machine."""
+        """The number of processes of the run on this machine."""
         spawning = self.spawning
         if spawning is not None:
             return spawning.num_processes
@@ -227,7 +227,7 @@ class TrainerStatus:
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this process has rank 0."""
+        """True if this process has rank 0, which usually writes files and prints."""
         return self.accelerator.is_main_process
 
     @property
@@ -269,17 +269,17 @@ class TrainerStatus:
 
     @property
     def num_val_batches(self) -> list[float]:
-        """The number of batches of each validation loader."""
+        """The number of batches of each validation loader, as a list."""
         return self.current.evaluation_batches.get(Stage.VALIDATE, [])
 
     @property
     def num_test_batches(self) -> list[float]:
-        """The number of batches of each test loader."""
+        """The number of batches of each test loader, as a list."""
         return self.current.evaluation_batches.get(Stage.TEST, [])
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """The number of batches of each prediction loader."""
+        """The number of batches of each prediction loader, as a list."""
         return self.current.evaluation_batches.get(Stage.PREDICT, [])
 
     @property
@@ -318,7 +318,7 @@ class TrainerStatus:
 
     @property
     def is_finite(self) -> bool:
-        """True if all logged training values, and the weights at the end of each epoch, have been finite."""
+        """True as long as no value logged in training, and no weight at an epoch's end, was NaN or infinite."""
         return self.finiteness.is_finite
 
     # stages
@@ -434,7 +434,7 @@ _WITHOUT_EFFECT = {
 
 
 class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
-    """Trains, validates and tests a `Task` on one or many devices.
+    """Trains, validates and tests a `Task` on one or many devices, and predicts with it.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device, or an existing `Accelerator`.
@@ -602,7 +602,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The object that runs learning-rate and batch-size searches, for `Tuner` and callbacks."""
+        """The learning-rate and batch-size searches of this Trainer, for `Tuner` and callbacks."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
@@ -622,7 +622,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         resume: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train a task.
+        """Train a task, validate it regularly and save checkpoints. Can continue an earlier run with `resume`.
 
         Args:
             model: The task.
@@ -694,7 +694,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Prepare a `fit`: task, data, checkpoint and hooks. Return the training loop, which has not yet begun."""
+        """Prepare task, data and optimizers for `fit`, restore a checkpoint if given, and return the training loop."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -783,7 +783,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the test data. Arguments and result are the same as for `validate`."""
+        """Evaluate a task on the test data, and return a list with a dict of logged values for each loader.
+
+        Arguments and result are the same as for `validate`.
+        """
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
@@ -840,7 +843,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return loader
 
     def combine_loaders(self, given: Any, stage: Stage) -> Any:
-        """Combine several loaders into one `CombinedLoader`. A single loader is returned unchanged.
+        """Combine a dict or list of loaders into one `CombinedLoader`. A single loader is returned unchanged.
 
         A dict, or a list of `DataLoader` objects, stands for several loaders. Any other list is a single loader that
         holds batches.
@@ -854,7 +857,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return the part of a loader's data that this process reads, or None to let the strategy decide.
+        """Return which part of a loader's data this process reads, or None to let the strategy divide the data.
 
         Args:
             loader: The loader.
@@ -878,7 +881,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return the number of steps to count if `training_step` skipped all micro-batches of an optimizer step.
+        """Return how many steps to count if `training_step` returned None for a whole optimizer step.
 
         The default is 0. Override it to count such steps.
 
@@ -989,7 +992,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return estimate_steps(self, loader)
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
-        """Convert a fraction of the run, such as `"10%"`, to the unit of the run's limit.
+        """Convert a fraction of the run, such as `"10%"`, to an absolute duration in steps, samples or seconds.
 
         Other durations are returned unchanged.
 
@@ -1026,7 +1029,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel an earlier `request_stop`, while `min_epochs` or `min_steps` is not yet reached.
+        """Cancel an earlier `request_stop`, which is possible while `min_epochs` or `min_steps` delays the stop.
 
         Used when the reason of the request no longer holds. Call it on all processes. Requests of others remain.
         `trainer.should_stop = False` cancels all requests.
@@ -1037,7 +1040,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after the current step, and continue from it. All processes must call it.
+        """Return to an earlier checkpoint after the current step, for example because the loss has exploded.
+
+        All processes must call this.
 
         Args:
             path: The checkpoint.
@@ -1046,7 +1051,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_rollback(path, skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Skip some of this process's training batches in the rest of the run, such as batches with bad data.
+        """Skip the given training batches of this process in the rest of the run, for example those with bad data.
 
         Args:
             batches: The batches, as (epoch, batch index).

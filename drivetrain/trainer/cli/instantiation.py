@@ -28,7 +28,7 @@ IS_INSTALLED = find_spec("jsonargparse") is not None and find_spec("docstring_pa
 
 
 def require_jsonargparse(owner: str) -> None:
-    """Raise an error if jsonargparse is not installed."""
+    """Raise `ConfigurationError` if jsonargparse, which the command line needs, is not installed."""
     if not IS_INSTALLED:
         raise ConfigurationError(
             f'{owner} requires jsonargparse[signatures]. Install it with pip install "drivetrain[cli]".',
@@ -48,7 +48,7 @@ M = TypeVar("M")
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Create an object from a configuration that names its class and constructor arguments.
+    """Import the class that a configuration names, and create an object with the configured arguments.
 
     Args:
         args: The first constructor argument, or a tuple of several, which is not part of the configuration.
@@ -75,7 +75,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
-    """Create a task or data module from the hyper-parameters that a command line saved in a checkpoint.
+    """Create a task or data module from the hyper-parameters that `TrainerCLI` saved in a checkpoint.
 
     It imports the classes named in the hyper-parameters. It calls only subclasses of `class_type`, and subclasses of
     the annotated type of the constructor argument that receives them.
@@ -95,7 +95,7 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Create a task or data module from the configuration in its saved hyper-parameters.
+    """Create the task or data module of a checkpoint again, from the configuration that `TrainerCLI` saved.
 
     `given` are constructor arguments that replace saved ones.
     """
@@ -118,9 +118,10 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the annotated type of each constructor argument, or `Any` if it is missing or unresolvable.
+    """Return the type annotation of each constructor argument, by name. A missing annotation gives `Any`.
 
-    If the constructor has `**kwargs`, the arguments of its base constructor and an entry `**` are included.
+    An annotation that cannot be resolved gives `Any` too. If the constructor has `**kwargs`, the arguments of its base
+    constructor and an entry `**` are included.
     """
     found: dict[str, Any] = {}
     # With `**kwargs`, a constructor passes further arguments to its base class, so that class is read too.
@@ -152,7 +153,7 @@ def names_an_object(value: Any) -> bool:
 
 
 def is_plain(hint: Any) -> bool:
-    """Return True if an annotation allows only plain values, such as strings and numbers, but no objects."""
+    """Return True if an annotation allows only plain values, such as numbers and strings, but no other objects."""
     # `None` as an annotation means NoneType.
     if hint is None or get_origin(hint) is Literal:
         return True
@@ -181,7 +182,7 @@ def _container(hint: Any) -> Any:
 
 
 def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
-    """Return the class to create: `class_type`, or its subclass with the import path `path`.
+    """Return the class to create: the subclass with the import path `path`, or `class_type` without a path.
 
     Without `instantiate`, nothing is imported, and a class that is not yet imported raises an error.
     """
@@ -200,7 +201,7 @@ def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
 
 
 def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
-    """Import a class by its path. Raise `CheckpointError` unless it is a subclass of one of the bases."""
+    """Import the class at `path`. To guard against foreign checkpoints, it must be a subclass of one of `bases`."""
     module, _, last = str(path).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
@@ -218,7 +219,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Convert a value in a configuration to a constructor argument, and create the objects that it describes."""
+    """Convert a value from a checkpoint to its argument's annotated type. Create the object if it describes one."""
     # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
@@ -258,7 +259,6 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
 
 
 def _converted(hint: Any, value: Any, name: str) -> Any:
-    """Convert a plain value to the annotated type of an argument, such as a name to a member of an `Enum`."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     # jsonargparse converts as it does on the command line, so that both give equal values.
@@ -271,7 +271,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a dict with `class_path` describes, or a factory if the argument is a callable."""
+    """Create the object that a dict with `class_path` describes, or a factory if its argument expects a callable."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -288,7 +288,7 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(hint: Any, value: str, name: str) -> Any:
-    """Return a string argument unchanged. Raise `CheckpointError` if it would be used as an import path."""
+    """Return a string from a checkpoint, or raise `CheckpointError` if its argument needs an object instead."""
     takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
@@ -308,7 +308,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """Return two lists: the classes that an annotation allows, and the classes that its callables return.
+    """Return the classes in an annotation as two lists: `A | Callable[..., B]` gives `[A]` and `[B]`.
 
     With `names_only`, the first list contains all types that are not plain values, such as callables and types.
     """
@@ -325,12 +325,11 @@ def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type
 
 
 def _is_own_class(hint: Any) -> bool:
-    """Return True if an annotation is a class that a configuration may name, rather than a built-in type."""
     return isinstance(hint, type) and hint.__module__ not in ("builtins", "typing", "collections.abc")
 
 
 def _fields(hint: Any) -> dict[str, Any] | None:
-    """Return the fields' types of a dataclass, pydantic or attrs class, by name, or None for other types."""
+    """Return the field types of a dataclass, pydantic or attrs class, by field name. Return None for other types."""
     if not isinstance(hint, type):
         return None
     is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")
@@ -353,7 +352,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint's hyper-parameters that differ from the parsed options, as a configuration.
+    """Return those hyper-parameters of a checkpoint that differ from the command line's, as options.
 
     Raises:
         CheckpointError: A value could name a class, which is not imported without the user's consent.
@@ -388,7 +387,7 @@ def configuration_of(
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Return True if the parser would keep a value unchanged, rather than read it as a name or as YAML."""
+    """Return True if jsonargparse would keep a value unchanged, rather than import a class or parse YAML."""
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):

@@ -197,15 +197,15 @@ class TrainerArgumentParser(ArgumentParser):
             self.add_class_arguments(kind, key, sub_configs=True, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Exit with an error message that names the closest option if an option is unknown."""
+        """Exit with an error message. If an option was misspelled, the message suggests the closest one."""
         guess = self._guess(message)
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing. A list of all options of the Trainer would hide the error message below it."""
+        """Print nothing, because a list of all options of the Trainer would hide the error message below it."""
 
     def _guess(self, message: str) -> str:
-        """Return a suggestion for a misspelled option, class or key in an error message, or an empty string."""
+        """Return a sentence that suggests the right name for a misspelled option, class or key, or "" without one."""
         classes = _CLASS.search(message)
         if classes is not None:
             return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
@@ -243,7 +243,7 @@ if IS_INSTALLED:
 
 
 def load_named_classes() -> None:
-    """Import all callbacks and profilers, so that options can choose them by class name alone."""
+    """Import all callbacks and profilers of this package, since options find only imported classes by name."""
     # Exports are loaded on first access. Only imported subclasses can be found by name.
     for room in (callbacks, profilers):
         for name in room.__all__:
@@ -259,7 +259,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return the class itself, or the annotated return type if `kind` is a function."""
+    """Return the class of the objects that `kind` creates: `kind` itself, or a function's annotated return type."""
     if isinstance(kind, type):
         return kind
     try:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that converts constructor arguments to a configuration with the path of a class."""
+    """Return a function that turns constructor arguments of `kind` into a dict with `class_path` and `init_args`."""
 
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
@@ -58,7 +58,7 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """Replacement for a task's `configure_optimizers` that creates the optimizer of a configuration.
+    """Replacement for a task's `configure_optimizers` that creates the optimizer chosen on the command line.
 
     Attributes:
         optimizer: The configuration of the optimizer.
@@ -81,7 +81,7 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the configuration of the optimizer or scheduler to create for the task, or None.
+    """Return the options of the task's optimizer or scheduler, or None if the command line chose none.
 
     Raises:
         ConfigurationError: There is more than one for the task.
@@ -101,7 +101,7 @@ def chosen_configuration(
 
 
 def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
-    """Replace a task's `configure_optimizers`, and warn if the task has its own."""
+    """Replace a task's `configure_optimizers` by the command line's choice. Warn if the task has its own."""
     # An overridden method may be the better choice for the task, so the user must know.
     if type(task).configure_optimizers is not Task.configure_optimizers:
         warn(
@@ -193,7 +193,7 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the file on rank 0, or raise `ConfigExistsError` on all ranks if the file must not be replaced."""
+        """Write the configuration file on rank 0. Raise `ConfigExistsError` on all ranks if it must not be replaced."""
         path = Path(trainer.local_dir, self.config_filename)
         # Only rank 0 looks: other ranks might look after it has written the file.
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
@@ -222,14 +222,17 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Callable that creates a command line's task or data module and records its configuration in `hparams`."""
+    """Callable with which jsonargparse creates a task or data module. Records the configuration in `hparams`."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli
         self._key = key
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Create an object. Objects of other classes, such as a task within a task, are created as usual."""
+        """Create a task or data module for the parser, and record its configuration in `hparams`.
+
+        Objects of other classes, such as a task within a task, are created as usual.
+        """
         configured = self._cli.config_dump.get(self._key) or {}
         path = configured.get("class_path")
         # jsonargparse calls this for subclasses in nested options too.
@@ -433,7 +436,7 @@ class TrainerCLI:
         return parser
 
     def add_default_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Add the option for the seed.
+        """Add the option `--seed_everything` to a parser.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -446,7 +449,7 @@ class TrainerCLI:
         )
 
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Add the options of the Trainer, the task and the data module.
+        """Add the command-line options of the Trainer, the task and the data module to a parser.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -459,7 +462,7 @@ class TrainerCLI:
         parser.add_class_args(self.datamodule_class or self.base_data, "data", self.subclass_mode_data, required)
 
     def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Override this method to add options, link arguments, or change defaults.
+        """Override this method to add command-line options, link arguments, or change defaults.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -478,7 +481,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the names of the subcommands, each with the method's arguments that are not options."""
+        """Return the subcommands, each with the arguments of its Trainer method that are not command-line options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -502,7 +505,7 @@ class TrainerCLI:
                 parser.link_arguments(key, link_to, compute_fn=with_class_path(kind))
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: ArgsType) -> None:
-        """Parse the command line or the given arguments.
+        """Parse the command line, or `args` if given, and store the result in `self.config`.
 
         Args:
             parser: The parser.
@@ -519,11 +522,9 @@ class TrainerCLI:
             self.config = parser.parse_object(args)
 
     def _own_parser(self) -> TrainerArgumentParser:
-        """Return the parser of the chosen subcommand, or the main parser if there are no subcommands."""
         return self.parser if self.subcommand is None else self._subparsers[self.subcommand]
 
     def _own(self, config: Namespace) -> Namespace:
-        """Return the part of a configuration for the chosen subcommand, or all of it without subcommands."""
         own: Namespace = config if self.subcommand is None else config[self.subcommand]
         return own
 
@@ -536,7 +537,6 @@ class TrainerCLI:
         logger.warning(message)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Exit with an error message, as the parser does for an invalid command line."""
         self._own_parser().error(str(error), error)
 
     # the parsed configuration
@@ -575,7 +575,7 @@ class TrainerCLI:
             config["seed_everything"] = self.seed(None if given is True else given)
 
     def seed(self, seed: int | None) -> int:
-        """Seed all random generators.
+        """Seed the random generators of Python, NumPy and PyTorch.
 
         Args:
             seed: The seed. None uses one that was set before, or else 0.
@@ -591,7 +591,7 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Make the task and data module record their configuration as hyper-parameters when they are created."""
+        """Let the parser record the options of the task and data module in their `hparams` when it creates them."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (
@@ -606,7 +606,7 @@ class TrainerCLI:
         """Override this method to change `self.config` after the command line is parsed."""
 
     def instantiate_classes(self) -> None:
-        """Create the data module, the task and the Trainer."""
+        """Create the data module, the task and the Trainer from the parsed options, and store them as attributes."""
         try:
             self.config_init = self.parser.instantiate_classes(self.config)
             own = self._own(self.config_init)
@@ -625,7 +625,7 @@ class TrainerCLI:
         """Override this method to run code after the task, data module and Trainer are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer from its options and from the callbacks on the command line.
+        """Return a new Trainer with the parsed options, and with the callbacks that were configured by options.
 
         Args:
             **kwargs: Arguments that replace configured ones.
@@ -655,7 +655,7 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result of the task's `configure_optimizers` for the chosen optimizer and scheduler.
+        """Return what the task's `configure_optimizers` returns for the optimizer and scheduler of the command line.
 
         Override it to change how a scheduler is used.
 
@@ -705,7 +705,6 @@ class TrainerCLI:
 
 
 def _first_line(component: Any) -> str:
-    """Return the first line of a method's docstring."""
     text = (component.__doc__ or "").strip()
     return text.partition("\n")[0].strip()
 

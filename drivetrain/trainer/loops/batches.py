@@ -59,7 +59,7 @@ class LoaderSource:
         self.is_stale = False
 
     def is_defined(self) -> bool:
-        """Return True if the user passed a loader, or if the data module or task overrides the loader's method."""
+        """Return True if there are loaders for this stage, from the user, the data module or the task."""
         method = self._stage.loader_name
         return (
             self._given is not None
@@ -72,11 +72,11 @@ class LoaderSource:
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """Return a new `LoaderSource` with equal arguments, which has not prepared any loader yet."""
+        """Return a copy of this loader source whose loaders are created anew, for the trial steps of a search."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders for this stage before they are prepared, or None if the user gave none.
+        """Return the user's loader or loaders for this stage before they are prepared, or None if there are none.
 
         If a method of the task or data module creates the loaders, it is called each time.
         """
@@ -91,10 +91,7 @@ class LoaderSource:
         return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def _origin(self) -> str:
-        """Return where the user's loader comes from, as a phrase for error messages.
-
-        For example "returned from `MyTask.train_dataloader()`".
-        """
+        """Describe where the user's loaders come from, for errors: "returned from `MyTask.train_dataloader()`"."""
         method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
         for owner, base in ((self._data, DataModule), (self._task, Task)):
             if self._given is None and owner is not None and is_overridden(owner, base, method):
@@ -103,7 +100,7 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """Return the training loader, adapted to the device and the strategy. Prepare it first if needed.
+        """Return the training loader, prepared for the device and strategy. Create it on the first call.
 
         Several loaders become one `CombinedLoader`.
 
@@ -117,7 +114,7 @@ class LoaderSource:
         return self._prepared
 
     def forget_training(self) -> None:
-        """Release the prepared training loader, so that checkpoints no longer include its position."""
+        """Release the training loader and stop its workers, so that checkpoints no longer include its position."""
         if self._prepared is not None and self._prepared is not self._given:
             self._trainer.accelerator.forget_loader(self._prepared)
         self._prepared = None
@@ -143,7 +140,7 @@ class LoaderSource:
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Prepare the loaders for validation, test or prediction, and return them in the order of evaluation.
+        """Return the validation, test or prediction loaders in evaluation order, prepared for the device.
 
         A `CombinedLoader` counts as one loader. One in sequential mode is split into its loaders.
         """
@@ -202,9 +199,9 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch to the device with the user's transfer hooks, or None without any.
+        """Combine the user's hooks, such as `transfer_batch_to_device`, into one function, if there are any.
 
-        Also returns a function if the precision of the run casts batches itself.
+        Returns None without such hooks, unless the precision of the run casts batches itself.
         """
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
@@ -237,7 +234,7 @@ class LoaderSource:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches that a loader reports by `len`, or None if it has no length."""
+    """Return a loader's number of batches, or None if it has no length, as with an `IterableDataset`."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -245,7 +242,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """Return how many batches of a loader to run, with a limit such as `limit_train_batches` applied.
+    """Apply a limit such as `limit_train_batches` to a loader's length, and return how many batches to run.
 
     Args:
         length: Number of batches in the loader, or None if unknown.
@@ -296,7 +293,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return the largest number of batches that any rank will run, for each evaluation loader. Runs a collective.
+    """Return how many batches to run for each evaluation loader: the most on any rank. Runs a collective.
 
     Args:
         loaders: Prepared loaders of this rank.
@@ -315,7 +312,7 @@ def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even
 
 
 def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
-    """Return the number of batches that this rank itself reads from each loader, given the limit of each loader."""
+    """Return how many batches of each evaluation loader this rank itself reads. Other ranks may have more."""
     lengths = [length_of(loader) for loader in loaders]
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
@@ -342,11 +339,10 @@ class _SameOrder(Sampler[Any]):
 
 
 def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
-    """Return a loader that yields the same batches in every epoch, for `overfit_batches`.
+    """Return a loader that yields the same batches in every epoch, as `overfit_batches` requires.
 
     A shuffling loader then reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch
-    sampler
-    or an iterable dataset are returned unchanged. In a dict, list or `CombinedLoader`, each loader is replaced.
+    sampler or an iterable dataset are returned unchanged. In a dict, list or `CombinedLoader`, each loader is replaced.
 
     Args:
         loader: A loader, or a dict, list or `CombinedLoader` of loaders.
@@ -471,20 +467,16 @@ class TrainingBatches:
 
     @property
     def shards(self) -> int:
-        """Number of ranks among which the rows of each training batch are divided.
-
-        It is 1 if each rank reads its own loader.
-        """
+        """Number of ranks that divide each global training batch, or 1 if every rank reads its own loader."""
         trainer = self._trainer
         loaders = self.loader.loaders if isinstance(self.loader, CombinedLoader) else [self.loader]
         reads_own = any(trainer.shard_of(each) is not None for each in loaders)
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Create the training loader again if a new epoch needs a fresh one. Return True if it was created again.
+        """Create the training loader anew before an epoch if it is outdated. Return True if that was done.
 
-        That is the case every `reload_dataloaders_every_n_epochs` epochs, and if a setting of the loader has changed.
-        Within
+        It is outdated after `reload_dataloaders_every_n_epochs` epochs, and if one of its settings has changed. Within
         an epoch, the loader is never replaced.
         """
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
@@ -496,7 +488,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Move the training loader to the epoch's first batch, or to the position in a checkpoint.
+        """Move the training loader to the epoch's start, or to the position from which a resumed run continues.
 
         Args:
             saved: Checkpoint that is being resumed, or None.
@@ -510,20 +502,20 @@ class TrainingBatches:
             self.origin = self.loader.state_dict()
 
     def end_epoch(self) -> None:
-        """Clear the loader positions that were recorded in this epoch, once it has ended."""
+        """Clear the loader positions recorded in this epoch, which the next epoch must not use."""
         self.finished = self.origin = None
 
     def mark(self) -> None:
-        """Record the state of this process and its loader, before a step or a validation changes it.
+        """Record random state and loader position before a step, for checkpoints that are saved during the step.
 
-        A checkpoint that is saved within the step then contains the state from before the step.
+        Such a checkpoint then contains the state from before the step. The same holds for a validation.
         """
         self.snapshot.mark()
         # A combined loader can report only its present position, not one before a batch that was read ahead.
         self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[PendingBatch], None, None]:
-        """Yield the micro-batches of the epoch, in lists of one optimizer step each.
+        """Yield the batches of an epoch as lists. Each list holds the micro-batches of one optimizer step.
 
         A list is complete before its first micro-batch is processed, so its size is known. Each batch moves to the
         device only when it is processed.
@@ -575,9 +567,9 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the next batch of the epoch, which the training loop then skips. Returns None at the epoch's end.
+        """Return the epoch's next batch to a `training_step` that reads further batches, or None at the end.
 
-        Used by a `training_step` that reads further batches from `dataloader_iter`.
+        Used for `dataloader_iter`. The training loop then does not process the batch again.
 
         Args:
             index: Index of the batch before.
@@ -591,7 +583,7 @@ class TrainingBatches:
 
     @property
     def are_done(self) -> bool:
-        """True if training has finished the last batch of the current epoch."""
+        """True if the current epoch has no further training batches."""
         return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
 
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:

@@ -83,7 +83,7 @@ class EvaluationLoop:
         self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
-        """Return the prepared loaders of this loop. Create them on the first call, and again when they are outdated.
+        """Return the prepared evaluation loaders. Create them on the first call, and again when outdated.
 
         Loaders are outdated after `reload_dataloaders_every_n_epochs` epochs, or once a setting of theirs has changed.
         """
@@ -104,9 +104,9 @@ class EvaluationLoop:
 
     @contextmanager
     def _drawing_apart(self) -> Iterator[None]:
-        """Run the `with` block with the random state from the start of `fit`, then restore the current random state.
+        """Create validation loaders in the `with` block without changing the random numbers of training.
 
-        Used while validation loaders are created, so that training draws equal random numbers with and without
+        The block runs with the random state from the start of `fit`. Training thus draws equal numbers with and without
         validation.
         """
         state, self._drawn_from = self._drawn_from, None
@@ -119,12 +119,10 @@ class EvaluationLoop:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Run the `with` block, then restore the random generators to their previous states.
+        """Restore the random generators after the `with` block, in which the sanity check runs.
 
-        Used for the sanity check, which must not change the random numbers of training. Covers the global generators,
-        those
-        of devices, and those of the task and the data module. The loaders restore their own generators in
-        `run(keep=False)`.
+        Training must not draw other random numbers because of it. Covers the global generators, those of devices, and
+        those of the task and the data module. The loaders restore their own generators in `run(keep=False)`.
         """
         with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
             yield
@@ -136,7 +134,7 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate the task on all loaders, and return a dict of its logged values for each loader.
+        """Evaluate the task on all validation or test loaders. Return a dict of logged values for each loader.
 
         Args:
             at_most: Largest number of batches per loader, or None for no further limit.
@@ -192,7 +190,7 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Run the evaluation of `validate` or `test`, and return a dict of logged values for each loader.
+        """Run the evaluation of `validate` or `test`. Return a dict of the logged values for each loader.
 
         The loaders are released afterwards. Returns an empty list if the limit of batches is 0.
         """
@@ -205,7 +203,7 @@ class EvaluationLoop:
             self.forget()
 
     def forget(self) -> None:
-        """Release the prepared evaluation loaders once they are no longer needed."""
+        """Release the evaluation loaders and stop their worker processes, once they are no longer needed."""
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
@@ -277,7 +275,7 @@ def _call_if_any(task: Task, name: str) -> None:
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
-    """Return the extra positional arguments for an evaluation step: `(dataloader_idx,)`, or `()` if it takes none.
+    """Return `(dataloader_idx,)` if a step such as `validation_step` takes the loader's index, else `()`.
 
     Args:
         step: The task's step, such as `validation_step`.
@@ -320,7 +318,7 @@ def evaluate(
     ckpt_path: str | os.PathLike[str] | None,
     run: Callable[[Task, nn.Module, LoaderSource], list[R]],
 ) -> list[R]:
-    """Prepare a task for evaluation, run a function on it, and clean up. Returns what the function returns.
+    """Run `validate`, `test` or `predict`: prepare the task, call `run`, clean up, and return the result.
 
     Args:
         trainer: Trainer of the evaluation.
@@ -562,7 +560,7 @@ class PredictionLoop:
 
 
 def _real_rows(info: BatchInfo | None, output: Any) -> Any:
-    """Return a prediction without its padding rows, or None if all rows are padding.
+    """Remove the rows that only pad the batch from a prediction. Return None if all rows are padding.
 
     Tensors whose first dimension is the number of rows are cut. Other values are returned unchanged.
     """

@@ -64,7 +64,7 @@ class FitLoop:
 
     @property
     def is_resuming(self) -> bool:
-        """True between the loading of a checkpoint and the start of the epoch that continues from it."""
+        """True from the loading of a checkpoint until training continues in the epoch in which it was saved."""
         return self._restored is not None
 
     @property
@@ -80,7 +80,7 @@ class FitLoop:
         return self._schedule.follows_this_step
 
     def forget_loaders(self) -> None:
-        """Release the prepared training and validation loaders at the end of `fit`, which also ends their workers."""
+        """Release the training and validation loaders at the end of `fit`, and stop their worker processes."""
         self._trainer.accelerator.forget_loader(self.loader)
         if self._validation is not None:
             self._validation.forget()
@@ -89,7 +89,7 @@ class FitLoop:
         self._restored = saved
 
     def run(self) -> None:
-        """Run training epochs until a limit such as `max_epochs`, a stop request or a signal ends the run."""
+        """Train the task in epochs, until a limit such as `max_epochs`, a stop request or a signal ends the run."""
         trainer, control = self._trainer, self._control
         control.start_clock()
         self._schedule.restart_clock()
@@ -113,7 +113,7 @@ class FitLoop:
             self._hooks.call("on_train_end")
 
     def run_epoch(self) -> None:
-        """Train for one pass over the training data, or for the rest of an epoch that a checkpoint interrupted."""
+        """Train for one epoch, or for the rest of the epoch in which a resumed checkpoint was saved."""
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self.batches
         is_again = self.is_resuming
         if not self._begin_epoch():
@@ -157,9 +157,9 @@ class FitLoop:
         self._end_epoch(finished)
 
     def _begin_epoch(self) -> bool:
-        """Prepare the next training epoch, and finish what a resumed checkpoint left open.
+        """Prepare the next training epoch. Return False if a resumed epoch has no batches left to train on.
 
-        Returns False if the epoch has no batches left to train on.
+        If the checkpoint was saved between a batch and the validation that follows it, this validation runs first.
         """
         trainer, progress = self._trainer, self._progress
         saved, self._restored = self._restored, None
@@ -215,7 +215,7 @@ class FitLoop:
         self._plan_due()
 
     def _plan(self) -> None:
-        """Compute when to write logged values and when to exchange stop requests next.
+        """Compute when logged values must be written next, and when the ranks must exchange stop requests next.
 
         A training step then needs only cheap comparisons to see whether anything is due.
         """
@@ -240,7 +240,7 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Write logged values that are due, exchange stop requests between ranks, and check the run's limits."""
+        """Write logged values and exchange stop requests between ranks, if due. Check limits such as `max_steps`."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
@@ -287,7 +287,7 @@ class FitLoop:
             self._agree()
 
     def validate_within_epoch(self) -> None:
-        """Run a validation in the middle of an epoch, unless one has already run since the last batch.
+        """Run a validation now, in the middle of an epoch, unless one has run since the last training batch.
 
         Does nothing in epochs without a validation.
         """
@@ -330,11 +330,11 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Return True if a stop request comes after the last batch of the epoch. Subclasses may act before the stop."""
+        """Return True if a stop request ends an epoch after its last batch. Override it to act before the stop."""
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call the `on_train_epoch_start` hooks of the callbacks and the task.
+        """Call the `on_train_epoch_start` hooks of the callbacks and the task when an epoch begins.
 
         Args:
             is_again: True if a resumed run already called the hooks for this epoch before its checkpoint.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """Phases of a training epoch, in the order in which every epoch passes through them.
+    """Phase of a training epoch: its batches, its schedulers, its last validation or its final hooks.
 
     Saved in checkpoints, so that a resumed run knows which parts of the epoch are left.
 
@@ -81,7 +81,7 @@ class Progress:
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """Return the number of optimizer steps, epochs, samples or tokens that the run has completed so far."""
+        """Return how many optimizer steps, epochs, samples or tokens the run has completed, according to `unit`."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
@@ -109,7 +109,7 @@ _COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase"
 
 
 def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
-    """Return the epoch's phase from the state of an older checkpoint, which stored it as three booleans."""
+    """Return an epoch's phase from an older checkpoint, which stored it as three booleans instead."""
     if state.get("epoch_is_ending"):
         return Phase.CLOSING
     if state.get("batches_are_done"):
@@ -122,7 +122,7 @@ def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
 
 @dataclass(slots=True, eq=False)
 class CurrentRun:
-    """Current position of a run: its stage, its batch, and the lengths of its loaders. Written only by the loops.
+    """Present state of a run: its stage, its current batch and the lengths of its loaders.
 
     Attributes:
         stage: The current stage, or None between two runs.
@@ -149,7 +149,7 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return the lengths of training epochs and evaluation loaders, to be copied to a Trainer in another process.
+        """Return how many batches training epochs and evaluations have, to copy the numbers to another process.
 
         Returns:
             The batches per training epoch, those per evaluation loader, and those of the last training epoch.
@@ -163,7 +163,7 @@ class CurrentRun:
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Clear the current batch after a training epoch, and record how many batches the epoch started and finished.
+        """Clear the current batch at an epoch's end, and record how many batches were started and finished.
 
         Args:
             finished: Number of finished batches.
@@ -172,16 +172,13 @@ class CurrentRun:
         self.leave_batch()
 
     def leave_stage(self) -> None:
-        """Clear the current stage and batch when a run ends."""
+        """Clear the current stage and the current batch, because the run has ended."""
         self.leave_batch()
         self.stage, self.sanity_checking = None, False
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Set another stage for the `with` block, then restore the previous stage and batch.
-
-        Used for a validation within training.
-        """
+        """Set another stage for the `with` block, such as validation within training, then restore the old one."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -189,9 +186,9 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore all attributes of the current position after the `with` block, except the user's loaders.
+        """Restore stage, batch and loader lengths after the `with` block, in which the tuner runs trials.
 
-        Used around the trial runs of the tuner, which must not change the position of the Trainer.
+        The user's loaders are not restored.
         """
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
@@ -216,7 +213,7 @@ FOREVER = float("inf")
 
 
 def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration:
-    """Convert a duration given as a fraction of the run to an absolute one, such as a number of steps.
+    """Convert a fraction of the run, such as 10 %, to an absolute number of steps, samples, tokens or seconds.
 
     Other durations are returned unchanged.
 
@@ -247,7 +244,7 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
 
 
 def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration | None:
-    """Return the Trainer's `val_check_interval`, with a fraction of the run converted to an absolute count or time."""
+    """Return `val_check_interval`. If it is a fraction of the run, convert it to a number of steps or a time."""
     interval = trainer.val_check_interval
     if not isinstance(interval, Duration):
         return interval
@@ -256,9 +253,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """Create the counters of training samples and tokens that the run needs.
-
-    A unit is counted only if a setting such as `max_duration` uses it.
+    """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units.
 
     Raises:
         ConfigurationError: A resumed run did not count this unit from its start.
@@ -282,7 +277,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """Return the units of all durations in the settings of the Trainer, its schedulers and its callbacks."""
+    """Return the units of all durations that are set, such as steps for `val_check_interval="500 steps"`."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
@@ -310,16 +305,16 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """Create an estimator for a run. Returns None if no setting of the run needs the estimates.
+        """Create an estimator of samples and tokens per step, or return None if no setting of the run needs it.
 
-        Settings in epochs, samples, tokens or fractions of the run need them.
+        Settings in epochs, samples, tokens or fractions of the run need the estimates.
         """
         units = _units_in_use(trainer)
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
     def begin(self, window: Sequence[PendingBatch]) -> None:
-        """Estimate the samples and tokens of the optimizer step that is about to run.
+        """Estimate how many samples and tokens an optimizer step will process, before it runs.
 
         Stores the estimates in `CurrentRun.ahead`, and whether the step ends its epoch in `CurrentRun.closes_epoch`.
 
@@ -341,7 +336,7 @@ class Foresight:
 
 
 class _Samples:
-    """Counter of the training samples that all ranks have processed, without padding rows.
+    """Counter of the training samples of all ranks, without padding rows, for limits such as `max_duration`.
 
     Attributes:
         note: None, since this counter does not read the batches themselves.
@@ -355,7 +350,7 @@ class _Samples:
         self._copies = trainer.world_size // trainer.strategy.topology.data_shard.count
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Add the samples of one optimizer step to the progress of the run.
+        """Add the samples that all ranks process in one optimizer step to the run's progress.
 
         Runs an all-reduce if this rank knows only its own number of rows.
 
@@ -406,7 +401,7 @@ class _Tokens:
         self._progress.tokens += int(self._topology.sum(total))
 
     def note(self, micro_batch: PendingBatch) -> None:
-        """Count the tokens of a micro-batch while its data is still in memory, and store the number for `count`."""
+        """Count the tokens of a micro-batch before its memory is freed. The optimizer step adds them up later."""
         if self._num_tokens is not None:
             info = micro_batch.info
             is_real = not info.is_padding

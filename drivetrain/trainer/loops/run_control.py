@@ -145,7 +145,7 @@ class EvaluationEnded(Exception):
 
 
 class EvaluationWatch:
-    """Watcher that ends a validation within `fit` after a signal, at the same batch on all ranks.
+    """Watcher that ends a validation within `fit` after a signal such as Ctrl-C, at one batch on all ranks.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -167,9 +167,7 @@ class EvaluationWatch:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Wait until all ranks have evaluated their last batch, so that the ranks continue together.
-
-        Takes part in the signal exchanges of the slower ranks until then.
+        """Wait until the other ranks have finished the validation too, and exchange signals with them meanwhile.
 
         Raises:
             EvaluationEnded: A signal has arrived on any rank.
@@ -178,7 +176,7 @@ class EvaluationWatch:
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Exchange signals between the ranks. Returns True if all of them have evaluated their last batch.
+        """Exchange signals such as Ctrl-C between ranks. Return True if no rank has batches left to evaluate.
 
         Raises:
             EvaluationEnded: A signal has arrived on any rank.
@@ -275,7 +273,7 @@ class Ending(NamedTuple):
 
 
 class RunControl:
-    """Controller that decides when a training run stops, and to which checkpoint it rolls back.
+    """Controller of a training run: decides when it stops, and whether it returns to an earlier checkpoint.
 
     Attributes:
         options: Options of the Trainer, with the limits of the run.
@@ -326,9 +324,9 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run the `with` block without pending stop or rollback requests, then restore these requests.
+        """Put aside stop and rollback requests for the `with` block, in which the tuner runs trials.
 
-        Used around the trial runs of the tuner. A signal during the block still ends the run.
+        Afterwards, they are restored. A signal during the block still ends the run.
         """
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
@@ -377,7 +375,7 @@ class RunControl:
 
     @property
     def stops_by_request(self) -> bool:
-        """True if the run stops because of a callback or `max_time`, rather than a limit of steps or a signal."""
+        """True if a callback or `max_time` ends the run, rather than a signal or a limit such as `max_steps`."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
@@ -395,7 +393,7 @@ class RunControl:
         self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_request(self, asker: str) -> None:
-        """Withdraw one stop request. Other requests and the limits of the run still apply.
+        """Withdraw the stop request of one caller, such as a callback. Other requests and limits still apply.
 
         All ranks must call this at one point of the run.
 
@@ -417,7 +415,7 @@ class RunControl:
         self._requests.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stop requests of all ranks, to be saved in a checkpoint. Runs a collective.
+        """Return the stop requests for a checkpoint, so that a stopped run stays stopped. Runs a collective.
 
         A run that ended by a signal or a limit may continue after a resume, so these are left out.
         """
@@ -427,7 +425,7 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Replace the current stop requests by those from a checkpoint.
+        """Restore the stop requests of a checkpoint, so that a run which a callback stopped does not continue.
 
         Args:
             stopped: True if a callback had stopped the saved run for good.
@@ -456,7 +454,7 @@ class RunControl:
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Prepare a callback for `fit`. If another Trainer has used the callback before, reset the callback's state."""
+        """Prepare a callback for `fit`. If the callback was used by another Trainer before, reset its state."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -482,7 +480,7 @@ class RunControl:
         self.batches_to_skip.update(batches)
 
     def record_rollback(self) -> None:
-        """Clear the rollback request and all stop requests, once training has returned to the checkpoint."""
+        """Clear all rollback and stop requests, since training has returned to an earlier checkpoint."""
         self.rollback_path = None
         self.withdraw_stop()
 
@@ -495,15 +493,15 @@ class RunControl:
 
     @property
     def next_exchange(self) -> float:
-        """Number of batches in the run after which the ranks exchange their stop requests again."""
+        """Number of trained batches after which the ranks exchange their stop requests next."""
         return self._stops.next_batch
 
     def start_epoch(self) -> None:
-        """Schedule an exchange of stop requests between the ranks after the first batch of the new epoch."""
+        """Let the ranks exchange their stop requests after the first batch of the new epoch."""
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange stop requests and signals between all ranks, so that all ranks stop if any rank must stop.
+        """Exchange stop requests and signals between all ranks, so that all of them stop at the same batch.
 
         All ranks must call this after an equal number of batches.
 
@@ -539,7 +537,7 @@ class RunControl:
         return tuple(others)
 
     def watch_evaluation(self) -> EvaluationWatch:
-        """Return a new watcher that ends a validation within `fit` on all ranks if a signal arrives."""
+        """Return a watcher that ends a validation within `fit` if a signal such as Ctrl-C arrives on any rank."""
         return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
 
     def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
@@ -556,7 +554,7 @@ class RunControl:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Return True if a requested stop may take effect: all ranks agreed, and the required minimum is trained.
+        """Return True if a requested stop may take effect: all ranks know of it, and `min_steps` is reached.
 
         The minimum is `min_epochs` and `min_steps`. A signal or a limit such as `max_steps` overrides it.
 
@@ -584,7 +582,7 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if training must not begin another epoch, and record the reason.
+        """Return True if no further epoch must begin, for example at `max_epochs`. Also record the reason.
 
         Args:
             epoch_length: Number of batches per epoch.
@@ -614,7 +612,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record the final reason why training ended, once no epoch is left to run.
+        """Record why training ended, which `trainer.stop_reason` returns, once no epoch is left to run.
 
         A signal or `max_time` takes precedence over other reasons.
 
@@ -655,7 +653,7 @@ class RunControl:
 
 
 def calling_function() -> str:
-    """Return the name of the function that assigns an attribute, for messages such as "should_stop was set in …".
+    """Return the name of the function that sets an attribute, for messages: "should_stop was set in …".
 
     Must be called directly from the attribute's setter.
     """
@@ -683,7 +681,7 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Schedule the next exchange of stop requests after one more batch.
+        """Let the next exchange of stop requests between ranks follow after the next batch.
 
         Args:
             batches: Number of batches that the run has processed so far.
@@ -692,7 +690,7 @@ class StopExchange:
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Combine the stop requests of all ranks: a flag that is True on any rank becomes True on every rank.
+        """Exchange stop requests between ranks: a flag that is True on any rank becomes True on every rank.
 
         All ranks must call this at an equal number of batches. With several ranks, it runs a collective.
 
@@ -720,7 +718,7 @@ class StopExchange:
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a checkpoint save that failed in the background.
+    """Raise the error of a checkpoint that could not be written in the background, on all ranks.
 
     All ranks call this together, once one of them has reported the failure.
     """
@@ -828,7 +826,7 @@ class ValidationSchedule:
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Set the length of a training epoch, and convert `val_check_interval` to a number of batches.
+        """Convert `val_check_interval` to a number of batches, now that the length of an epoch is known.
 
         Args:
             batches: Number of training batches per epoch, or infinity if unknown.
@@ -862,14 +860,14 @@ class ValidationSchedule:
         self._validated_at = time.monotonic()
 
     def record_due(self) -> None:
-        """Record that a validation is due after this batch because its time has come.
+        """Record that a validation must run now, because the time in `val_check_interval` has passed.
 
         A run that is resumed from a checkpoint within the validation then repeats it.
         """
         self._progress.due_at = self._progress.total_batches
 
     def record_validation(self) -> None:
-        """Record that a validation has run after the current batch.
+        """Record that a validation has run after the current batch, so that it does not run twice.
 
         Called before the validation's last hooks, so that the checkpoints that they save include it.
         """
@@ -891,19 +889,19 @@ class ValidationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """True if a validation must run now. Valid once the epoch has reached the batch count from `next_batch`."""
+        """True if a validation must run now. Valid only after the number of batches that `next_batch` returned."""
         return self._counted is None or self.is_pending
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """True if the current epoch must still be validated once, when it ends."""
+        """True if `fit` validates at the end of the current epoch, and has not done so yet."""
         if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
             return False
         return self._after is None and self._every == FOREVER and self._epochs is not None
 
     @property
     def is_pending(self) -> bool:
-        """True if a validation within the epoch is due and must run before the next training batch.
+        """True if `val_check_interval` demands a validation now, before the next training batch.
 
         After a resume that means that the checkpoint was saved between a batch and its validation.
         """
@@ -926,13 +924,13 @@ class ValidationSchedule:
 
     @property
     def follows_this_step(self) -> bool:
-        """True if a validation runs directly after the optimizer step that is being finished."""
+        """True if a validation runs as soon as the current optimizer step is finished."""
         if self.is_at_epoch_end and self._progress.batches_in_epoch >= self._limit:
             return True
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return after how many batches of the current epoch the next validation may be due.
+        """Return the number of batches in this epoch after which a validation may be due next.
 
         Returns infinity if no validation by a number of batches is due in this epoch.
         """
@@ -1012,7 +1010,7 @@ class EpochHealth:
         self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
 
     def end_epoch(self) -> None:
-        """Warn if the epoch took no optimizer step or left a weight that is NaN or infinite. Runs a collective."""
+        """Warn if an epoch took no optimizer step, or left weights that are NaN or infinite. Runs a collective."""
         trainer = self._trainer
         if trainer.barebones:
             return

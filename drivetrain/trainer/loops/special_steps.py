@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 
 class StepVetoed(Exception):
-    """Exception that an optimizer's closure raises to skip a step, because a callback has vetoed its gradients."""
+    """Exception that aborts `optimizer.step(closure)`, because a callback rejects the gradients, such as NaN values."""
 
 
 class StepWithoutLoss(StepVetoed):
-    """Exception that an optimizer's closure raises if `training_step` returned None for every batch on all ranks."""
+    """Exception that aborts `optimizer.step(closure)`, because `training_step` returned None on all ranks."""
 
 
 class ClosureStep(PlainStep):
-    """Optimizer step whose gradients are computed in a closure, which the optimizer or the task may call several times.
+    """Optimizer step for optimizers such as L-BFGS, which call a closure that computes the gradients.
 
-    Used for optimizers such as L-BFGS, and for tasks that override `optimizer_step`.
+    The closure may be called several times. Also used for tasks that override `optimizer_step`.
     """
 
     _keeps_window = True
@@ -63,7 +63,7 @@ class ClosureStep(PlainStep):
     _repeats = False  # True from the closure's second call on, whose batch hooks are skipped
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step of each optimizer, and return True if at least one of them stepped.
+        """Run one optimizer step, in which the optimizer calls a closure. Return True if an optimizer stepped.
 
         The closure may process the micro-batches several times. The batch hooks run only once.
 
@@ -185,7 +185,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if one loss per optimizer cannot work with the strategy or the optimizers.
+    """Raise `ConfigurationError` if one loss per optimizer is impossible with this strategy or these optimizers.
 
     Args:
         trainer: Trainer with the strategy and the names of the optimizers.
@@ -265,7 +265,7 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Run the forward and backward of one micro-batch, and return the output of `training_step`.
+        """Run `training_step` on one micro-batch when the pipeline asks for it, and return the step's output.
 
         Args:
             micro_batch: Batch to process.
@@ -294,9 +294,9 @@ class ScheduledStep(PlainStep):
 
 
 def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if a task cannot be trained with a pipeline strategy.
+    """Raise `ConfigurationError` if a task needs manual optimization or a closure, with a pipeline strategy.
 
-    That is the case with manual optimization, and with optimizers that need a closure.
+    Such a strategy runs the forward and backward of all micro-batches itself.
 
     Args:
         task: Task to be trained.
@@ -322,7 +322,7 @@ WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Rows of one micro-batch that a split step processes together, as a range of row indices.
+    """Some rows of a micro-batch, which `auto_micro_batch` processes at once to save memory.
 
     Attributes:
         place: Index of the micro-batch within the optimizer step.
@@ -358,7 +358,7 @@ class SplitStep(PlainStep):
         self._tried = 0  # number of parts in the last attempt
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step, and split its micro-batches into more parts if memory runs out.
+        """Run one optimizer step. If memory runs out, split its micro-batches into smaller parts and try again.
 
         The number of parts is kept for the steps that follow.
 
@@ -400,7 +400,7 @@ class SplitStep(PlainStep):
     # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute the gradients of a step. If a rank runs out of memory, try again with twice as many parts.
+        """Compute the gradients of a step. As long as memory runs out on any rank, halve the parts and try again.
 
         Returns the outputs of `training_step`, one per micro-batch.
         """
@@ -425,7 +425,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute the gradients of a step with the current number of parts per micro-batch.
+        """Compute the gradients of a step, one part of a micro-batch after another to save memory.
 
         Args:
             window: Micro-batches of the step.
@@ -462,7 +462,7 @@ class SplitStep(PlainStep):
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
-        """Run the forward and backward for some rows of a micro-batch, and return the output of `training_step`.
+        """Run forward and backward for a part of a micro-batch, and return the output of `training_step`.
 
         Args:
             taken: These rows as a batch.
@@ -486,7 +486,7 @@ class SplitStep(PlainStep):
     # Weights
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if this rank's losses have weights, or None while it has seen no real loss.
+        """Return True if the task weights its losses on this rank, or None before the first real loss.
 
         Unlike the inherited method, this one runs no collective: a rank that is out of memory would not take part.
         """
@@ -538,7 +538,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """Combine the outputs of `training_step` for the parts of a micro-batch into a single output.
+    """Merge the outputs of `training_step` for the parts of one micro-batch: sum or average their losses.
 
     Args:
         outputs: Pairs of a part's share of the rows and its output.
@@ -577,7 +577,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Create the optimizer step that fits a task, its optimizers and the Trainer's strategy.
+    """Create the object that runs optimizer steps in the way that the task and the strategy need.
 
     Args:
         trainer: Trainer of the run.

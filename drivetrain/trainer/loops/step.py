@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class StepOutput:
-    """Reader of the output of a task's `training_step`, which extracts the loss and, if given, its weight."""
+    """Interpreter of the output of `training_step`: finds the loss and its weight, and reports mistakes."""
 
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """Return the loss that an output of `training_step` contains, or None if that output is None.
+        """Return the loss that `training_step` returned, directly or in a dict, or None for a skipped batch.
 
         Raises:
             ConfigurationError: The output is not a tensor, a dict with a loss or None.
@@ -67,7 +67,10 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None."""
+        """Raise `ConfigurationError` unless a `training_step` with manual optimization returned a valid output.
+
+        Valid are a tensor, a dict and None.
+        """
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
@@ -78,7 +81,7 @@ class StepOutput:
         return isinstance(output, Mapping) and "weight" in output
 
     def weight_of(self, output: Any) -> Tensor | float:
-        """Return the weight of the loss that an output of `training_step` contains.
+        """Return the weight that `training_step` returned with its loss, such as the number of tokens.
 
         Raises:
             ConfigurationError: The output has no weight.
@@ -92,14 +95,14 @@ class StepOutput:
         )
 
     def refuse_weight(self) -> None:
-        """Raise `ConfigurationError` because `training_step` returned a weight, but none for earlier losses."""
+        """Raise the error for a `training_step` that now returns a weight, but returned losses without one before."""
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
             "for every batch, or for none.",
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise a `ConfigurationError` with the likely cause if no gradients can be computed for a loss.
+        """Raise an understandable `ConfigurationError` if the backward of a loss has failed or would fail.
 
         Does nothing if the loss itself is valid.
 
@@ -126,7 +129,7 @@ class StepOutput:
 
 
 def detached(output: Any) -> Any:
-    """Return the output of `training_step` as batch hooks receive it, detached from the autograd graph.
+    """Detach the output of `training_step` from the autograd graph, for `on_train_batch_end`.
 
     A tensor becomes a dict with the tensor under `"loss"`.
     """
@@ -141,7 +144,7 @@ def detached(output: Any) -> Any:
 
 
 class DummyLoss:
-    """Zero loss for batches that a task skips, so that the rank still takes part in the all-reduce of gradients.
+    """Zero loss of a rank that skips its batch, so that the rank still joins the all-reduce of gradients.
 
     The strategy's wrapper may have a parameter `presence` with the value zero, which is added to each real loss. Its
     all-reduced gradient is above zero if any rank had a real batch.
@@ -158,7 +161,7 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a training step so that it returns a zero loss if the task returns None to skip a batch.
+        """Wrap a `training_step` so that it returns a zero loss, rather than None, for a skipped batch.
 
         The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
         part in the backward.
@@ -180,11 +183,11 @@ class DummyLoss:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors outside the task's parameters for which gradients must be computed too."""
+        """Tensors, besides the task's parameters, whose gradients show whether any rank computed a real loss."""
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
-        """Return True if another rank computed a real loss in this optimizer step.
+        """Return True if another rank has a real loss in this step, although this rank skipped its batches.
 
         Valid only on a rank that skipped all of its own batches, after the backward.
         """
@@ -194,7 +197,7 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the parameter whose all-reduced gradient shows whether any rank computed a real loss in a step.
+    """Return the extra parameter whose gradient is nonzero if any rank computed a real loss, or None without one.
 
     Returns None if the strategy has not wrapped the model with such a parameter.
     """
@@ -220,19 +223,18 @@ def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
 
 
 class DataEnded(Exception):
-    """Exception that ends an epoch or an evaluation because a step read past the end of its `dataloader_iter`."""
+    """Exception that ends an epoch or an evaluation: a step has read its `dataloader_iter` past the end."""
 
 
 Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a task's step with only the arguments that its signature accepts.
+    """Return a function that calls a task's step with only the arguments that the step accepts.
 
     The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
     batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
-    the
-    current batch.
+    the current batch.
 
     Args:
         task: Task with the step.
@@ -295,7 +297,7 @@ class Feed:
         return self.batch
 
     def following(self) -> tuple[Any, int, int] | None:
-        """Take the next batch from the loader. Return it with its index and its loader's index, or None at the end."""
+        """Return the loader's next batch with its index and the loader's index, or None at the loader's end."""
         for batch in self:
             return batch, self.index, self._position
         return None
@@ -312,10 +314,7 @@ class Feed:
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Discard everything that the task logs in the `with` block, and restore its metrics afterwards.
-
-    Used when a step runs on rows that must not count, such as padding.
-    """
+    """Discard what a task logs in the `with` block, and restore its metrics, so that padding does not count."""
     before = logged.skips
     logged.skips = True
     try:
@@ -328,7 +327,7 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 def bind_step(
     model: nn.Module, step: Callable[..., Any], strategy: Strategy, precision: Precision
 ) -> Callable[..., Any]:
-    """Return a function that calls a step of the task through the strategy's wrapper, under the run's precision.
+    """Return a function that runs a task's step through the strategy's wrapper, such as DDP, and with autocast.
 
     Args:
         model: The task as the strategy has wrapped it.
@@ -349,7 +348,7 @@ def bind_step(
 def bind_evaluation_step(
     trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that calls a task's evaluation step through the strategy's wrapper.
+    """Return a function that runs an evaluation step of a task through the strategy's wrapper, such as DDP.
 
     If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
     then sent to all other ranks.
@@ -394,7 +393,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """Optimizer step of a task with automatic optimization: forwards, backwards, hooks and the step itself.
+    """Runner of optimizer steps with automatic optimization: forward, backward, hooks, `optimizer.step`.
 
     The constructor makes all choices that stay equal during a run, so that each step runs only what it needs.
     """
@@ -453,11 +452,11 @@ class PlainStep:
         return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Set the number of ranks among which the rows of each global batch are divided."""
+        """Set how many ranks share each global batch, which determines the weight of each rank's loss."""
         self._shards = shards
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step on a list of micro-batches. Return True if an optimizer stepped.
+        """Run forward and backward for all micro-batches, then step. Return True if an optimizer stepped.
 
         Args:
             window: Micro-batches whose gradients are accumulated for the step.
@@ -470,9 +469,9 @@ class PlainStep:
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Compute the gradients of an optimizer step, then discard them without a step or an all-reduce.
+        """Compute the gradients of a step and discard them, to find out whether the batches fit into memory.
 
-        Used to find out whether the micro-batches fit into memory.
+        No optimizer steps, and the gradients are not reduced over ranks.
 
         Args:
             window: Micro-batches of the step.
@@ -497,11 +496,9 @@ class PlainStep:
             self._engine.weights.expect()
 
     def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
-        """Run the hooks, the forward and the backward of one micro-batch.
+        """Run batch hooks, forward and backward of one micro-batch, and return the output of `training_step`.
 
-        Returns the output of `training_step` for the last micro-batch of a step. For earlier ones, the output is
-        released and
-        None is returned, unless the step reads the micro-batches again.
+        To save memory, None is returned for all but the last micro-batch of a step, unless the step reads them again.
         """
         timing, current = self._timing, self._current
         current.batch = None  # frees the old batch before the next one is copied to the device
@@ -544,9 +541,9 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Return the next training batch, its index and 0 as its loader's index, or None at the end of the epoch.
+        """Return the epoch's next batch and its indices, or None, to a step that reads `dataloader_iter`.
 
-        Called when a `training_step` reads another batch from `dataloader_iter`.
+        None means the end of the epoch. The loader's index is always 0.
         """
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:
@@ -596,11 +593,11 @@ class PlainStep:
             raise
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if the task gives its losses weights on any rank. Runs a collective."""
+        """Return True if `training_step` returns a weight with its loss on any rank. Runs a collective."""
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
     def _has_loss(self) -> bool:
-        """Return True if any rank computed a real loss in this optimizer step. Otherwise the step is skipped."""
+        """Return True if any rank has a real loss in this step. Otherwise, no optimizer must step."""
         if not self._has_gradients:
             return False
         if self._took_part or self._dummy_loss is None:
@@ -609,7 +606,7 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Complete an optimizer step: count it, step the schedulers and call the batch-end hooks.
+        """Finish an optimizer step: count it, step the schedulers and call `on_train_batch_end`.
 
         Args:
             window: Micro-batches of the step.
@@ -648,7 +645,7 @@ class PlainStep:
             timing.call(CALLBACKS, hook, outputs, batch, index) if timing.on else hook(outputs, batch, index)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
-        """Return a function that clips an optimizer's gradients by the task's `configure_gradient_clipping`.
+        """Return a function that clips an optimizer's gradients with the task's own clipping method.
 
         The function passes the Trainer's clipping arguments.
         """
@@ -680,7 +677,6 @@ class ManualStep(PlainStep):
         )
 
     def _share_of_batch(self) -> float:
-        """Return the weight of this rank's rows in the mean over all ranks, for the current batch."""
         info = self._current.batch_info
         return 1.0 if self._shards == 1 or info is None else info.share(self._shards)
 
@@ -688,10 +684,10 @@ class ManualStep(PlainStep):
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Do nothing. `training_step` steps the optimizers itself, so gradients alone cannot be computed."""
+        """Do nothing: with manual optimization, gradients cannot be computed without steps of the optimizers."""
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run `training_step` on one batch. Return True if the task stepped an optimizer in it.
+        """Run a `training_step` that steps the optimizers itself. Return True if any optimizer stepped.
 
         Args:
             window: List with the batch.
@@ -711,7 +707,7 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Return a function that clears the gradients of all optimizers, and whether it may run before the forward.
+    """Return a function that clears all gradients, and whether it may be called before the forward.
 
     It must run later, before the backward, if hooks or an override in the task observe the call.
 
@@ -743,7 +739,7 @@ def choose_zero_grad(
 
 
 def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
-    """Clear the gradients of all parameters of the optimizers, and of one further parameter.
+    """Clear the gradients of all parameters of the optimizers, and of the parameter `beside`, if any.
 
     Args:
         optimizers: Optimizers whose gradients are cleared.

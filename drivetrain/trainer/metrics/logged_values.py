@@ -26,7 +26,7 @@ from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 
 @dataclass(frozen=True)
 class LogScope:
-    """Context in which `self.log` is called, such as a training step. Defines the defaults of `self.log` in it.
+    """Place from which `self.log` is called, such as a training step. It decides the defaults of `self.log`.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -155,7 +155,7 @@ class LoggedValue:
         self._weights: list[float] = []
 
     def update(self, value: Value, weight: float) -> None:
-        """Add one logged value to those of the epoch, with its weight in the mean.
+        """Store a newly logged number, and include it in the epoch's result, such as the mean, with its weight.
 
         The tensor stays on its device. Stored values are reduced there once 64 have been collected.
         """
@@ -170,7 +170,7 @@ class LoggedValue:
                 self.fold()
 
     def fold(self) -> None:
-        """Reduce the values stored since the last call, and add the result to the epoch's running total."""
+        """Reduce the numbers stored so far to one, and add it to the epoch's total. This saves memory."""
         if not self._pending:
             return
         values, weights = _stack(self._pending), self._weights
@@ -190,11 +190,14 @@ class LoggedValue:
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
     def mark(self) -> Mark:
-        """Record a snapshot of this logged value for a later call of `state_dict`. No tensors are copied."""
+        """Return a snapshot of this value, for a checkpoint that is saved after newer numbers were logged.
+
+        No tensors are copied.
+        """
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """Return the contents of this logged value as a dict, to be saved in a checkpoint.
+        """Return the numbers logged under one name, and the options of `self.log`, as a dict for a checkpoint.
 
         Stored values are not reduced first: another order of additions would change the result of the epoch.
 
@@ -229,7 +232,7 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, fold: bool = True) -> dict[str, Any]:
-        """Return this rank's total for the epoch and its options as plain Python values, to be sent to other ranks.
+        """Return this rank's total of an epoch as plain Python values, so that ranks can exchange their totals.
 
         Args:
             fold: False to leave stored values out of the total.
@@ -252,7 +255,7 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Snapshot of the values logged under one name, from which a checkpoint can be saved later.
+    """Snapshot of one logged value, for a checkpoint that is saved after newer numbers were logged.
 
     The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
@@ -267,7 +270,7 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """Result of a logged value for a whole epoch, reduced over all batches and ranks.
+    """Result of one logged name for a whole epoch, reduced over all batches and ranks.
 
     Attributes:
         name: Name under which it was logged.
@@ -336,7 +339,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Determine whether a logged value is stored for its step and for its epoch, and return both as booleans.
+    """Return two booleans: whether `self.log` must store a value for its step, and whether for its epoch.
 
     Args:
         name: Name of the value.
@@ -376,7 +379,7 @@ def _readable(arguments: Arguments) -> str:
 
 
 def moment_of(scope: LogScope) -> str:
-    """Return a short description of a part of a run for error messages, such as "train step"."""
+    """Return a name for the place of a `self.log` call, such as "train step", for error messages."""
     return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"
 
 
@@ -393,7 +396,7 @@ class EvaluationCounts(dict[str, int]):
     alone = False
 
     def count(self, stage: str, loader: int) -> int:
-        """Count one evaluated batch. Return how many batches of this stage and loader were evaluated before."""
+        """Count one evaluated batch, and return how many batches of its loader were evaluated before."""
         key = f"{_kind(stage, self.alone)}/{loader}"
         before = self.get(key, 0)
         self[key] = before + 1
@@ -414,7 +417,7 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """Return the value of an epoch, reduced over the totals of all ranks, or None if there is nothing to reduce.
+    """Combine the ranks' totals of a logged value into the result of the epoch, or None without totals.
 
     Args:
         entry: The value on this rank, or None if this rank did not log it.
@@ -454,7 +457,7 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction that `reduce_fx` of `self.log` stands for: a lower-case name or a function.
+    """Return the reduction that `self.log(reduce_fx=...)` asks for: a name, such as `"mean"`, or a function.
 
     Raises:
         ConfigurationError: The name is unknown.
@@ -475,18 +478,18 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Return those logged values whose step values must be reduced over ranks because of `sync_dist=True`."""
+    """Return the logged values whose step results must be reduced over ranks, because of `sync_dist=True`."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """Return this rank's latest step values that have not been reduced over ranks yet, as floats by name."""
+    """Return this rank's latest values of single steps that must still be reduced over ranks, by name."""
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the latest step values of all ranks, each with its own reduction, and return the results by name.
+    """Reduce the latest step values of all ranks, by name, for example to their mean.
 
     Args:
         entries: Logged values, with their reductions.
@@ -506,7 +509,7 @@ _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
 class LogMark(NamedTuple):
-    """Snapshot of everything that a run has logged, from which a checkpoint can be saved later."""
+    """Snapshot of all values that training has logged, from which a checkpoint can be saved later."""
 
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
@@ -515,7 +518,7 @@ class LogMark(NamedTuple):
 
 
 class LoggedValues:
-    """Store of all values that a task logs during a run, by stage and name.
+    """All values that a task has logged with `self.log` during a run, by stage and name.
 
     Attributes:
         scope: Part of the run in which values are being logged.
@@ -549,11 +552,14 @@ class LoggedValues:
     # Scope
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
-        """Return the key of the group in which each name must have a single meaning: the stage and the loader."""
+        """Return the key under which values logged in this scope are grouped: stage and loader index.
+
+        Within a group, each name has a single meaning.
+        """
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Set the part of the run, and the evaluation loader, to which values logged from now on belong."""
+        """Set from which part of the run `self.log` is called next, such as the validation of one loader."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
@@ -564,7 +570,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Raise an error for each call of `self.log` in the `with` block, then restore the previous scope.
+        """Let each call of `self.log` in the `with` block raise an error, for example in a transfer hook.
 
         Args:
             scope: Scope that does not allow logging. The error message names it.
@@ -579,10 +585,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run the `with` block with an empty store of logged values, then restore the previous contents.
-
-        Used around the trial runs of the tuner.
-        """
+        """Put aside all logged values for the `with` block, in which the tuner runs trials, then restore them."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -595,7 +598,7 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
-        """Collect the calls of `self.log` in the `with` block in a list, instead of storing their values.
+        """Yield a list that collects all `self.log` calls of the `with` block. Their values are not stored.
 
         Calls during `skips` are dropped.
         """
@@ -613,11 +616,11 @@ class LoggedValues:
             del self.__dict__["log"]
 
     def rows_of_batch(self) -> int:
-        """Return the number of rows in the current batch, which is the weight of its values in a mean."""
+        """Return the number of rows in the current batch, the default weight of a logged value in a mean."""
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Store a value that a task logs with `self.log`, or detect that its options are invalid.
+        """Store a value that a task logs with `self.log`, or raise an error if its options are invalid.
 
         Args:
             name: Name of the value.
@@ -662,7 +665,7 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Collect all calls of `self.log` in the `with` block in a list, in addition to storing their values.
+        """Yield a list that collects all `self.log` calls of the `with` block. Their values are stored as well.
 
         Other ranks of a pipeline then repeat the calls with `replay`.
         """
@@ -674,7 +677,7 @@ class LoggedValues:
             self._record = None
 
     def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
-        """Repeat on this rank the calls of `self.log` that another rank has collected with `recorded`."""
+        """Repeat calls of `self.log` that another rank of a pipeline has recorded, to have its values here too."""
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
             if metric is not None:
@@ -728,7 +731,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return the key under which to store a value whose name is already in use. The default raises an error.
+        """Return a second key for a name that another loader's value already uses. By default, raise an error.
 
         Raises:
             ConfigurationError: The name belongs to another loader.
@@ -743,12 +746,12 @@ class LoggedValues:
     # Checkpoints
 
     def mark(self) -> LogMark:
-        """Record a snapshot of all values that training has logged, for a later call of `state_dict`."""
+        """Return a snapshot of all values that training has logged, from which a checkpoint can be saved later."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """Return this rank's logged values of the current epoch and the results of earlier epochs, for a checkpoint.
+        """Return this rank's logged values of the current epoch, and earlier results, for a checkpoint.
 
         Args:
             mark: Moment whose values are returned, or None for the current values.
@@ -786,7 +789,7 @@ class LoggedValues:
     # Values for trackers and callbacks
 
     def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
-        """Return the latest value of each name that the training step has logged, by name.
+        """Return the values that `training_step` has logged last, by name.
 
         Args:
             for_logger: True to return only values for trackers.
@@ -799,7 +802,7 @@ class LoggedValues:
         }
 
     def synced_step_values(self) -> dict[str, Value]:
-        """Return the latest training step's values for the trackers, reduced over ranks where `sync_dist=True`.
+        """Return the last training step's values for the trackers, reduced over ranks where `sync_dist=True`.
 
         Runs a collective if any value was logged with `sync_dist=True`.
         """
@@ -810,7 +813,9 @@ class LoggedValues:
         return values
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the latest training step's values for the trackers after an exception, without a collective.
+        """Return the last training step's values for the trackers after an exception on any rank.
+
+        Runs no collective, because a rank that failed would not take part.
 
         Args:
             exchange: Function that sends a text to all ranks and returns their texts, or None if some ranks do not
@@ -828,7 +833,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """Return the latest value of every logged name, as `trainer.callback_metrics` shows them.
+        """Return the newest number of each logged name, which callbacks read as `trainer.callback_metrics`.
 
         Args:
             with_evaluation_steps: False to leave out single steps of validation and test.
@@ -847,7 +852,7 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch. Return the values that its step logged for trackers.
+        """Count an evaluated batch, and return the values that its step logged, to be sent to the trackers.
 
         Returns:
             The values by name, and the number of batches that were evaluated before.
@@ -866,7 +871,7 @@ class LoggedValues:
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
     def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
-        """Return the latest values that were logged with `prog_bar=True`, by name.
+        """Return the newest values that were logged with `prog_bar=True`, by name, for the progress bar.
 
         Args:
             with_evaluation_steps: True to include single steps of validation and test outside these stages too.
@@ -883,7 +888,7 @@ class LoggedValues:
     # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Reduce all values that were logged in an epoch over its batches and ranks. Runs a collective.
+        """Compute an epoch's results: reduce each logged value over batches and ranks. Runs a collective.
 
         Args:
             stage: Stage of the epoch, such as `"train"`.
@@ -955,12 +960,12 @@ class LoggedValues:
         )
 
     def finished_metrics(self, task: nn.Module) -> list[str]:
-        """Return the module paths of the metrics that must be reset because their epoch has ended."""
+        """Return the module paths of metrics whose epoch is over, but which have not been reset yet."""
         over = {id(metric) for metric in self._finished}
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Mark the metrics that a checkpoint lists as finished, so that `reset_finished` resets them.
+        """Restore from a checkpoint which metrics must be reset soon, because their epoch is over.
 
         Args:
             task: Task that contains the metrics.
@@ -969,7 +974,7 @@ class LoggedValues:
         self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
-        """Reset all metrics whose epoch has ended. Called after the hooks at the epoch's end, which may read them."""
+        """Reset all metrics whose epoch is over. Called last, since hooks at the epoch's end may read them."""
         for metric in self._finished:  # not earlier: metrics of one collection may share their states
             metric.reset()
         self._finished.clear()
@@ -979,14 +984,14 @@ class LoggedValues:
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Discard all values that were logged in the given stages, before these stages run again."""
+        """Discard all values that were logged in these stages, which are about to run again."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Discard all logged values and reset the logged metrics, before a run of the Trainer begins.
+        """Discard all logged values, and reset their metrics, before `fit`, `validate`, `test` or `predict` begins.
 
         Args:
             evaluates_alone: True for `validate`, `test` and `predict`, False for `fit`.
@@ -1001,7 +1006,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Add numbers that were not logged by the task to the values for callbacks and the progress bar.
+        """Add numbers that were not logged in this process to the values for callbacks and the progress bar.
 
         Args:
             values: Values for callbacks, by name.
@@ -1038,7 +1043,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Return True if two functions were created by the same definition in the source code.
+    """Return True if two functions come from the same definition, such as a lambda that is created twice.
 
     For example, a lambda in a training step is a new object at each call.
     """
@@ -1058,7 +1063,7 @@ _REDUCTION = 4  # index in `ARGUMENTS`
 
 
 class _Call(NamedTuple):
-    """One recorded call of `self.log`.
+    """Call of `self.log` that was recorded for one part of a micro-batch.
 
     Attributes:
         value: Logged value.
@@ -1074,7 +1079,7 @@ class _Call(NamedTuple):
 
 
 class HeldBack:
-    """Buffer for values that a step logs while its micro-batches are split into parts.
+    """Buffer for `self.log` calls while a micro-batch is processed in several parts to save memory.
 
     Each value is then logged once per micro-batch instead of once per part.
     """
@@ -1088,7 +1093,7 @@ class HeldBack:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect all calls of `self.log` in the `with` block, which runs one part of a micro-batch.
+        """Record all calls of `self.log` in the `with` block, which processes one part of a micro-batch.
 
         Args:
             place: Index of the micro-batch within the optimizer step.
@@ -1103,7 +1108,7 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log each value of a micro-batch once, combined from the values of its parts.
+        """Combine the values that the parts of a micro-batch have logged, and log each of them once.
 
         Args:
             place: Index of the micro-batch within the optimizer step.

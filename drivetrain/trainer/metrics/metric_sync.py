@@ -34,10 +34,10 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Make metrics merge only the states of the given ranks, for metrics that a task computes itself.
+    """Let metrics merge only the states of `ranks`, because the other ranks have processed equal batches.
 
-    Ranks with equal batches would otherwise count their samples several times. Metrics with their own `process_group`
-    or `dist_sync_fn` are left alone.
+    Their samples would otherwise count several times. Used for metrics that a task computes itself. Metrics with their
+    own `process_group` or `dist_sync_fn` are left alone.
 
     Args:
         metrics: The torchmetrics objects.
@@ -68,7 +68,7 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Make a metric, and metrics inside it, send all their states in one collective during the `with` block.
+    """Let `metric.compute()` in the `with` block exchange all states of the metric in a single collective.
 
     torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
     the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
@@ -91,7 +91,7 @@ def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
 
 
 def _exchange_states(metric: Any, select: Select, *_: Any, **__: Any) -> None:
-    """Replace a metric's states by the states of all ranks, merged with the metric's own reductions.
+    """Merge the states of a metric over all ranks with the metric's own reductions, before `compute()`.
 
     torchmetrics calls this before `compute()`, and restores this rank's states afterwards.
     """
@@ -121,10 +121,7 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
-    """Restore the states of all torchmetrics objects in a task after the `with` block.
-
-    Used when a step runs on rows that must not count, such as padding.
-    """
+    """Undo all changes of a task's torchmetrics objects in the `with` block, so that padding does not count."""
     metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {
@@ -147,7 +144,7 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return copies of the states of all metrics that were updated since their last reset, by module path."""
+    """Return copies of the metrics' states by module path, to restore them later. Leave out unused metrics."""
     return {
         path: {
             "updates": metric._update_count,

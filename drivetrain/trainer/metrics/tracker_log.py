@@ -60,13 +60,13 @@ class TrackerLog:
     # Step values
 
     def begin_training(self) -> None:
-        """Prepare the interval between writes of step values, if `log_every_n_steps` is a duration."""
+        """Prepare to write values at intervals during training, if `log_every_n_steps` is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Compute the number of the optimizer step at which step values are written to the trackers next."""
+        """Compute the next optimizer step after which values are written to the trackers."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
@@ -79,7 +79,7 @@ class TrackerLog:
         self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
-        """Write the current optimizer step's values to the trackers if they are due and not yet written."""
+        """Write the current optimizer step's values to the trackers, if `log_every_n_steps` selects the step."""
         trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
@@ -109,9 +109,9 @@ class TrackerLog:
     # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Reduce the values that a stage has logged in an epoch over batches and ranks, and return the results.
+        """Compute an epoch's results from the values that a stage has logged. Runs a collective.
 
-        Results of training are also written to the trackers. Runs a collective.
+        The results of training are also written to the trackers.
 
         Args:
             stage: Stage of the epoch.
@@ -138,11 +138,11 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the key of an epoch's value in the dicts that `validate` and `test` return."""
+        """Return the key of a result in the dicts of `validate` and `test`. Subclasses may choose other keys."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Send numbers to the experiment trackers of this rank, without waiting until they are written.
+        """Send numbers to this rank's experiment trackers, without waiting until they are written.
 
         Does nothing on ranks whose trackers do not write.
 
@@ -158,7 +158,7 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the values of the last optimizer step to the trackers after an exception.
+        """Write the last optimizer step's values to the trackers after an exception, before they are lost.
 
         If not all ranks arrive here within a second, trackers receive the values of this rank alone.
 
@@ -198,7 +198,7 @@ class TrackerLog:
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Call a function and suppress its exceptions, which would hide the exception that is being handled.
+        """Call `write` while an exception is handled. Suppress its own exceptions, which would hide the first.
 
         Args:
             write: Function that writes values.

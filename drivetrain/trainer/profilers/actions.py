@@ -27,7 +27,7 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Link between a run and its profiler: wraps functions so that the profiler measures their calls.
+    """Connection between a run and its profiler, which measures named actions, such as hooks and steps.
 
     Parts of the run wrap their functions once, before the loop. Without a profiler, functions are returned unchanged,
     so that profiling costs nothing.
@@ -48,13 +48,13 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Set words to replace in the names of actions, so that the names match another framework."""
+        """Set replacements for words in action names, such as "Task", to match another framework's names."""
         self._words = words
 
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the name of the action for a callback's hook, such as `[Callback]Timer.on_fit_start`.
+        """Return the name under which profilers report a callback's hook: `[Callback]Timer.on_fit_start`.
 
         The name contains the callback's `state_key` if there are several callbacks of its class.
         """
@@ -63,11 +63,11 @@ class Actions:
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the name of the action for an operation of the strategy, such as `[Strategy]DDP.backward`."""
+        """Return the name under which profilers report a method of the strategy: `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the name of the action for a method of a task or data module, such as `[Task]Net.setup`."""
+        """Return the name under which profilers report a method of a task or data module: `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
@@ -90,11 +90,13 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """Return an iterable over the values in which the profiler measures the wait for each value."""
+        """Let the profiler measure how long a loop waits for each value. Return an iterable over the values."""
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """Return an iterable over training batches that measures the wait for each one and counts samples.
+        """Let the profiler measure how long training waits for each batch. Return an iterable over the batches.
+
+        The number of samples is counted too.
 
         Without a profiler, the batches are returned unchanged.
         """
@@ -122,7 +124,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Return hooks for the training step in which the profiler measures backward and optimizer step."""
+        """Let the profiler measure backward and optimizer step: return `hooks` with both functions wrapped."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

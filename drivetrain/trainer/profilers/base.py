@@ -92,7 +92,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Return a context manager that measures its body as an action.
+        """Return a context manager with which the profiler measures the code in a `with` block as one action.
 
         Args:
             action_name: Name of the action.
@@ -108,7 +108,7 @@ class Profiler(ABC):
         return ""
 
     def describe(self) -> None:
-        """Print the report, or write it to a file if the profiler has a `filename`."""
+        """Print the profiler's report, or write it to a file if `filename` is set."""
         report = self.summary()
         if not report:
             return
@@ -133,7 +133,7 @@ class Profiler(ABC):
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Receive the task that will run, and a function that counts its steps per epoch.
+        """Prepare to profile a task. Override it if a profiler needs the task's modules or its steps per epoch.
 
         Called after `setup`.
 
@@ -158,7 +158,7 @@ class Profiler(ABC):
         return self._local_rank or 0
 
     def output_path(self, extension: str, action_name: str | None = None) -> Path:
-        """Return the path for one of the profiler's files, and create its directory.
+        """Return the path of an output file, named after stage, rank and action, and create its folder.
 
         Args:
             extension: File extension, such as `".txt"`.
@@ -190,7 +190,7 @@ class PassThroughProfiler(Profiler):
 
 
 class TaskProfiler:
-    """Descriptor of a task's attribute `profiler`, which returns the Trainer's profiler.
+    """Descriptor of `task.profiler`: the Trainer's profiler, or one that measures nothing without a Trainer.
 
     A task may assign its own.
     """

@@ -157,7 +157,7 @@ class PyTorchProfiler(Profiler):
 
     @property
     def function_events(self) -> EventList | None:
-        """Recorded events of all traces so far, or None before the first recording."""
+        """Events that `torch.profiler` has recorded in all traces so far, or None before the first trace."""
         if not self._events:
             return None
         first = self._events[0]
@@ -173,7 +173,7 @@ class PyTorchProfiler(Profiler):
         return joined
 
     def _synchronisations(self, events: Any) -> Iterator[str]:
-        """Yield a line of the report for each action in which the CPU waited for a tensor's value."""
+        """Yield a report line for each action that read tensor values, which makes the CPU wait for the GPU."""
         found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent
@@ -198,7 +198,7 @@ class PyTorchProfiler(Profiler):
     # Recording
 
     def _begin_step(self, kind: str) -> None:
-        """Begin or advance the recording at the start of a step, such as `"training_step"`."""
+        """Start a recording at a step, such as `"training_step"`, or advance the running one by a step."""
         if self._schedule is None:
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)
@@ -216,7 +216,10 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """Return the schedule for steps of a kind. If an epoch is too short for it, record every step and warn."""
+        """Return the schedule that `torch.profiler` follows for a kind of step, such as `"training_step"`.
+
+        If an epoch is too short for the schedule, warn and record every step.
+        """
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:
@@ -273,7 +276,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Context manager that shows each module's forward as a named block in traces of `torch.profiler`."""
+    """Context manager that labels the forward of each of a model's modules in traces of `torch.profiler`."""
     handles = []
     for name, module in model.named_modules():
         # The root module has no name, and TorchScript modules accept no hooks.
@@ -302,7 +305,7 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 
 
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
-    """Return the number of steps after which a schedule completes its first trace, or 0 if it never does."""
+    """Return how many steps a `torch.profiler` schedule needs for its first trace, or 0 if it makes none."""
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
     # Schedules are functions, so they can only be tried out.
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)

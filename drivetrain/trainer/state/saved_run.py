@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """Return a description of how batches are divided among the ranks, to compare a saved run with the current one.
+    """Describe how batches are divided among the ranks, so that a resumed run notices if this has changed.
 
     The state that a rank has saved can be restored only in a run with an equal layout.
     """
@@ -56,10 +56,10 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Return the logged values and metric states with which this rank continues a run saved by other ranks.
+    """Merge a checkpoint's logged values and metric states for this rank, if the number of ranks has changed.
 
-    Used when the number of ranks or their layout has changed. Each saved rank is assigned to exactly one rank of this
-    run, so that sums over an epoch stay complete.
+    Also used if the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run, so
+    that sums over an epoch stay complete.
 
     Args:
         directory: Directory of the checkpoint.
@@ -134,11 +134,10 @@ _WITHIN_STEPS = (
 
 
 class StepSnapshot:
-    """Copy of this process's state after the last finished step, for checkpoints that are saved within a step.
+    """Copy of this process's state from before the current step, for checkpoints saved during the step.
 
     A resumed run repeats the unfinished step or validation. Its random numbers, logged values, metric updates and
-    buffers
-    must therefore not be saved. A mark copies the random states, the metric states and the buffers.
+    buffers must therefore not be saved. A mark copies the random states, the metric states and the buffers.
 
     Attributes:
         random: Random state at the mark, or None without a mark.
@@ -155,7 +154,7 @@ class StepSnapshot:
         self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
-        """Copy the current state of this process, before a training step or a validation changes it."""
+        """Copy random states, metrics and buffers of this process, before a step or validation changes them."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
         self.random = RandomState.capture()
@@ -164,7 +163,7 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Copy the task's buffers again, because a callback has swapped them together with the weights.
+        """Copy the task's buffers again, after a callback such as `WeightAveraging` has exchanged them.
 
         Does nothing between two steps.
         """
@@ -172,19 +171,19 @@ class StepSnapshot:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Discard the copied state, so that the next checkpoint contains the current state."""
+        """Discard the snapshot from before the step, so that the next checkpoint stores the current state."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
-        """True while a step or validation is running that began after the latest `mark`."""
+        """True during a step or validation, when a checkpoint must store the state from before it."""
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Give the task's buffers their values from before the unfinished step, for the `with` block only.
+        """Set the task's buffers to their values before the unfinished step, for the `with` block only.
 
         Used while a checkpoint is saved. Does nothing between two steps.
         """
@@ -203,7 +202,7 @@ class StepSnapshot:
             buffer.data.copy_(value)  # `.data` keeps the version counter: the open backward would fail otherwise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's logged values and metric states as of the last finished step, for a checkpoint.
+        """Return this rank's logged values and metric states from before the current step, for a checkpoint.
 
         Between two steps, they are the current ones.
         """
@@ -226,7 +225,7 @@ def _saved_buffers(task: nn.Module) -> list[Tensor]:
 
 
 def saves_within_steps(trainer: Trainer) -> bool:
-    """Return True if a hook of a callback or the task could save a checkpoint while an optimizer step is running."""
+    """Return True if a hook of a callback or the task could save a checkpoint in the middle of a step."""
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))
     return any(
@@ -238,7 +237,7 @@ logger = get_logger(__name__)
 
 
 class Directories(CheckpointFormat):
-    """Native checkpoint format: a directory into which every rank writes its part."""
+    """Default checkpoint format: a directory with one part for each rank."""
 
     name = "drivetrain"
 
@@ -251,7 +250,7 @@ class Directories(CheckpointFormat):
         write: Callable[..., PendingSave] | None = None,
         keeps_objects: bool = False,
     ) -> PendingSave:
-        """Write a checkpoint of a Trainer's run. All ranks must call this together.
+        """Write a checkpoint of a Trainer's run into a directory. All ranks must call this together.
 
         Args:
             trainer: Trainer whose run is saved.
@@ -337,10 +336,11 @@ def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any
 
 
 class SavedRun:
-    """Checkpoint from which a Trainer's run is restored, phase by phase while the run is set up.
+    """Checkpoint from which `fit` resumes or an evaluation loads weights. Each method restores a part.
 
-    A checkpoint of an `Accelerator` has no entries of a Trainer. The run then takes its position from the training
-    loader, and counts steps from 0 or from the Trainer's checkpoint that the Accelerator had loaded before.
+    The parts are restored one after another, while the run is set up. A checkpoint of an `Accelerator` has no entries
+    of a Trainer. The run then takes its position from the training loader, and counts steps from 0 or from the
+    Trainer's checkpoint that the Accelerator had loaded before.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
@@ -361,7 +361,7 @@ class SavedRun:
 
     @property
     def step(self) -> int | None:
-        """Optimizer step at which a Trainer saved the checkpoint, or None if an `Accelerator` saved it."""
+        """Optimizer step at which the checkpoint was saved, or None if an `Accelerator` saved it without a Trainer."""
         return int(self._entries["progress"]["global_step"]) if self._is_ours else None
 
     def _hooks_see_weights(self) -> bool:
@@ -371,7 +371,7 @@ class SavedRun:
         )
 
     def restore_for_evaluation(self) -> None:
-        """Restore the model's weights for an evaluation. The task's `on_load_checkpoint` is called first."""
+        """Load the checkpoint's weights for an evaluation. The task's `on_load_checkpoint` may change them first."""
         trainer, engine = self._trainer, self._saved.engine
         assert trainer.task is not None
         assert trainer.model is not None
@@ -385,7 +385,7 @@ class SavedRun:
         self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
-        """Restore the data module and the callbacks from the checkpoint, before optimizers are created.
+        """Restore the data module and the callbacks from the checkpoint, before the run creates optimizers.
 
         Also calls the `on_load_checkpoint` hooks of the task and the callbacks.
         """
@@ -413,9 +413,9 @@ class SavedRun:
                 callback.load_state_dict(callbacks[key])
 
     def _migrate(self, shown: dict[str, Any]) -> None:
-        """Call the task's `on_load_checkpoint` on the checkpoint and on each further copy of the weights in it.
+        """Call the task's `on_load_checkpoint` for the weights, and again for copies such as averaged weights.
 
-        A callback may store such a copy, for example averaged weights.
+        A callback may have stored such copies in the checkpoint.
         """
         trainer = self._trainer
         assert trainer.task is not None
@@ -449,7 +449,7 @@ class SavedRun:
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
-        """Move the training loader to the position of the checkpoint, so that training continues with the next batch.
+        """Move the training loader to the checkpoint's position, so that training goes on with the next batch.
 
         If the number of ranks has changed, also correct the count of batches in the epoch.
         """
@@ -489,9 +489,9 @@ class SavedRun:
         return {**between, "loaders": positions[:count]}
 
     def restore_process(self) -> None:
-        """Restore the logged values, metrics and random state of this rank from the checkpoint.
+        """Restore this rank's logged values, metrics and random state from the checkpoint, just before training.
 
-        Call this directly before training, since any random number or logged value in between would change the run.
+        Any random number or logged value in between would change the run.
         """
         trainer, own = self._trainer, self._own
         assert trainer.task is not None
@@ -516,7 +516,7 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the loader position and random state as of the last finished step, for a checkpoint.
+    """Return the loader position and random state of the last finished step, to be saved in a checkpoint.
 
     Outside `fit`, the result is empty.
     """
@@ -551,7 +551,7 @@ def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str,
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Return a copy of a loader's state that is moved to the start of an epoch.
+    """Return a copy of a loader's state dict, with its position moved to the first batch of an epoch.
 
     The states of random generators in it are not changed.
 
@@ -570,9 +570,7 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Move a loader to the position after the first batches of an epoch.
-
-    Used for checkpoints that contain no position of the loader.
+    """Move a loader past the first `batches` of an epoch, for a checkpoint without the loader's position.
 
     Args:
         loader: Prepared training loader.
@@ -596,10 +594,9 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
 
 
 def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return the checkpoint from which `fit` must resume, or None to start a new run.
+    """Return the checkpoint to resume: the argument of `fit`, else `DRIVETRAIN_RESUME` from the environment.
 
-    Without an argument, that is the one in the environment variable `DRIVETRAIN_RESUME`. It counts only for the first
-    `fit` of a process.
+    Returns None if there is neither. The environment variable counts only for the first `fit` of a process.
 
     Args:
         given: Argument of `fit`.
@@ -609,7 +606,7 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """Return the path of the checkpoint that `resume` or `ckpt_path` refers to, or None if there is none.
+    """Return the path of the checkpoint that is given as `"best"`, `"last"`, `"auto"` or a path, or None.
 
     All ranks must call this together, since `"auto"` runs a collective.
 
@@ -661,7 +658,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
 
 
 def save_for_resume(trainer: Trainer) -> None:
-    """Save a checkpoint from which training can be resumed after a signal ended it.
+    """Save a checkpoint after a signal such as SIGTERM has ended training, so that it can be resumed.
 
     Without a checkpoint callback, a preempted run saves to the default directory. A run ended by Ctrl-C saves nothing.
     """
@@ -690,7 +687,7 @@ def _default_directory(trainer: Trainer) -> str:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """Return the newest checkpoint in several directories, or None. Checkpoints with a finite loss take precedence."""
+    """Return the newest checkpoint in several directories, preferably one with a finite loss, or None."""
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
 
     def rank(path: str) -> tuple[bool, int]:

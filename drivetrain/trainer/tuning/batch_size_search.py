@@ -63,7 +63,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the attribute that holds the batch size, after checking that a search can change it.
+    """Check that a search can change the batch size, and return the attribute that stores it.
 
     Raises:
         ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.
@@ -93,7 +93,7 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """Trials of one batch-size search, each of which runs a few steps with one batch size.
+    """Trials of a batch-size search. Each runs a few steps to see whether one batch size fits into memory.
 
     Attributes:
         done: Number of trials so far.
@@ -168,7 +168,7 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Run a few steps with one batch size on all ranks, and return whether memory was enough, as an `Attempt`.
+        """Try a batch size for a few steps on all ranks. The returned `Attempt` tells whether memory was enough.
 
         Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
         """
@@ -200,7 +200,7 @@ class _Trials:
 
 
 def _rows_of(loaders: Any) -> int | None:
-    """Return the number of rows of the largest dataset among the loaders, or None if none has a length."""
+    """Return the number of rows of the largest dataset, which limits the batch size, or None if it is unknown."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.loaders
     several = loaders.values() if isinstance(loaders, Mapping) else loaders

@@ -57,7 +57,7 @@ class LRFinder:
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss falls fastest.
+        """Suggest a learning rate: the one at which the loss falls fastest.
 
         Args:
             skip_begin: Number of points to ignore at the beginning.
@@ -135,9 +135,10 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Run a learning-rate range test, set the suggested rate, and return the rates and losses.
+    """Train for some steps with rising learning rates, set the suggested rate, and return rates and losses.
 
-    Everything else in the run is restored.
+    Everything else in the run is restored. All ranks must call this together, after the task is placed. Their losses
+    are averaged, so all find an equal rate.
 
     All ranks must call this together, after the task is placed. Their losses are averaged, so all find an equal rate.
     """
@@ -194,7 +195,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
 
 
 def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
-    """Set the learning rate in the optimizer and the schedulers that exist already.
+    """Set the learning rate that a search has found in the existing optimizer and schedulers.
 
     Before the first step, `configure_optimizers` runs again and its options are copied. This also updates schedulers
     that depend on the rate. Later, only the rate of the parameter groups changes.
@@ -217,7 +218,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
 
 
 class _Losses(Callback):
-    """Callback that adds up the losses of the micro-batches of one optimizer step."""
+    """Callback that adds up the losses of a step's micro-batches, for the learning-rate search."""
 
     saves_within_steps = False
 
@@ -235,7 +236,10 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the mean loss of a step over micro-batches and ranks, or None without losses, and reset the sums."""
+        """Return the mean loss of the last step over micro-batches and ranks, or None, and start anew.
+
+        Returns None if the step had no loss.
+        """
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
@@ -257,7 +261,7 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Add the loss of a step to the average. Return False if the loss has grown so large that the search ends.
+        """Update the moving average with a step's loss. Return False if the loss has exploded, to end the search.
 
         A loss of None is ignored.
         """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TrainingTrial:
-    """Trial training for a search: runs steps on the task's own data, with only the given callbacks."""
+    """Short training within a search: some steps on the task's data, with only the given callbacks."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] = (), splits: bool = True) -> None:
         self._trainer, self._task = trainer, task
@@ -48,7 +48,7 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Run up to `steps` optimizer steps, in epochs, and call the task's hooks as in a `fit`.
+        """Train for up to `steps` steps, in epochs, and call the hooks of the task as `fit` would do.
 
         `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
         the trial.
@@ -84,7 +84,7 @@ class TrainingTrial:
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Compute the gradients of one step, without all-reduce and optimizer step, to see if memory is enough.
+        """Compute the gradients of one step, without an all-reduce, to see whether memory is enough.
 
         A rank that runs out of memory here leaves no other rank waiting.
         """
@@ -135,10 +135,7 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Context manager that prepares the training loader, and restores its random generators afterwards.
-
-    It also releases the loader in the engine.
-    """
+    """Prepare a training loader for trial steps in the `with` block, then release it and restore its state."""
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -152,7 +149,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Context manager that restores the whole state of the run afterwards, even if its body raises.
+    """Restore weights, optimizers and all other state of the run after the `with` block, even if it raises.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective.
@@ -232,7 +229,7 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Context manager that shows a progress bar for a search, on rank 0 if the Trainer has a progress bar.
+    """Show a progress bar for a search in the `with` block, on rank 0 and if the Trainer shows progress bars.
 
     Yields a function that advances the bar by one step and shows the given values.
     """
@@ -273,7 +270,7 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """Return the first attribute from `names` that the task or the data module has.
+        """Find the attribute that a search sets: the first of `names` that the task or the data module has.
 
         Raises:
             MissingAttributeError: None of the names exists. `advice` is part of the message.
@@ -295,7 +292,7 @@ class TunedAttribute:
 
     @property
     def value(self) -> Any:
-        """Current value of the attribute. The value in the data module takes precedence over the task's."""
+        """Current value of the attribute: the data module's if it has the attribute, else the task's."""
         # The data module comes last among the holders.
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)

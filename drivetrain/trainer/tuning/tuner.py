@@ -27,7 +27,7 @@ _STAGES = {stage.verb: stage for stage in Stage}
 
 
 class Tuner:
-    """Search for a learning rate or a batch size before a Trainer's run.
+    """Search for a learning rate, or for the largest batch size that fits into memory, before training.
 
     The task is set up as in the run and trains for some steps. Weights, optimizers and random generators are then
     restored. The following run therefore equals one without the search, apart from the value that was found.
@@ -149,7 +149,7 @@ class Tuner:
             return self._trainer.tuning.find_batch_size(task, tried)
 
     def _check(self, finder: type[Callback], method: str, training: Any, validating: Any, evaluating: Any) -> Stage:
-        """Return the stage that `method` names. Raise `ConfigurationError` if loaders or callbacks do not fit it."""
+        """Check the arguments of a search, and return the stage, such as training, in which it runs."""
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
@@ -175,7 +175,7 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set up and prepare the task as its run would, for the `with` block. Afterwards, restore the Trainer."""
+        """Set up the task for a search in the `with` block, as its run would do, then restore the Trainer."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
@@ -219,13 +219,13 @@ class Tuner:
 
 
 class Tuning:
-    """Searches of one Trainer, used by `Tuner` and by callbacks such as `LearningRateFinder`."""
+    """Learning-rate and batch-size searches of a Trainer, for `Tuner` and callbacks like `LearningRateFinder`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Search for a learning rate for the current task, and return the result, or None with `fast_dev_run`.
+        """Run the learning-rate search for a task, and return its result. Return None with `fast_dev_run`.
 
         All ranks must call this together.
         """
@@ -234,7 +234,7 @@ class Tuning:
         return search_learning_rate(self._trainer, task, tried)
 
     def check_batch_size(self, task: Task, tried: BatchSizeRange) -> None:
-        """Raise `ConfigurationError` if a search cannot change the batch size of the current stage."""
+        """Raise `ConfigurationError` if a search could not change the batch size of the current stage."""
         stage = self._trainer.task_run.stage
         assert stage is not None
         attribute = check_batch_size_search(self._trainer, task, stage, tried)
@@ -247,7 +247,7 @@ class Tuning:
             )
 
     def find_batch_size(self, task: Task, tried: BatchSizeRange) -> int | None:
-        """Search for the largest batch size that fits into memory, and return it, or None with `fast_dev_run`.
+        """Find, set and return the largest batch size that fits into memory. Return None with `fast_dev_run`.
 
         The batch size is that of the current stage. All ranks must call this together.
         """
