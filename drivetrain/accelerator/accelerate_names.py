@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """Return the options as a dict with the keys of an `fsdp_config` section in a configuration file."""
+        """Return the plugin's options as a dict with the keys of `fsdp_config` in a launcher's YAML file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
                 logger.warning_once(f"{name} has no effect, because checkpoints are always written in shards.")
@@ -254,7 +254,7 @@ class ParallelismConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Options for how processes exchange keys and values in context parallelism.
+    """Options of context parallelism: how processes exchange the attention keys and values of their sequence parts.
 
     `Parallel(cp_attention=...)` is the same setting.
 
@@ -285,7 +285,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the strategy that the given plugins configure, or None if all plugins are None.
+    """Return the `Strategy` that an Accelerator's plugins configure, or None if no plugin is given.
 
     Args:
         fsdp: The FSDP plugin, or its configuration.
@@ -523,7 +523,7 @@ class GradScalerKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """Options for initializing torch's process group, such as the backend and the timeout.
+    """Options for `torch.distributed.init_process_group`, such as the backend. Passed in `kwargs_handlers`.
 
     Attributes:
         backend: The c10d backend, instead of the device's default.
@@ -706,7 +706,7 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
-    """Return the first option object of type `kind`, or None if the list has no such object."""
+    """Return the first `kwargs_handlers` object that is an instance of `kind`, or None if there is none."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
 
 
@@ -849,7 +849,7 @@ class Launched:
 
     @property
     def parallelism(self) -> ParallelismConfig | None:
-        """The device mesh sizes from the launcher's settings, or None if it configures no mesh."""
+        """The device mesh sizes from the launcher's settings, or None if the launcher configures no device mesh."""
         if not self.settings.get("use_parallelism_config"):
             return None
         sizes = {
@@ -888,7 +888,7 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """Arguments of `Parallel` from the launcher's settings, apart from the mesh sizes."""
+        """Keyword arguments for the `Parallel` strategy from the launcher's settings, without the mesh sizes."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
@@ -911,7 +911,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy from a script's plugins, whose unset options come from the launcher.
+        """Return the strategy that a script's plugins configure. The launcher's settings fill options left unset.
 
         Returns None if all plugins are None.
         """
@@ -927,13 +927,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return the settings whose names start with `prefix`, by the names of the plugin's fields."""
+        """Return the launcher settings whose names start with `prefix`, renamed to the fields of a plugin."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Return a plugin whose unset fields have the launcher's values. A dict is returned unchanged."""
+    """Return a copy of a plugin in which the launcher's values replace fields that are None. A dict is unchanged."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -966,7 +966,7 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Collect the plugins from an Accelerator's arguments. Raises an error if two contradict.
+        """Collect the plugins from an Accelerator's arguments. Raises a `ConfigurationError` if two conflict.
 
         `deepspeed` may be a dict of several plugins by name. The first one is then active.
         """
@@ -986,7 +986,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Create a strategy for each of several DeepSpeed plugins. Returns a dict by plugin name."""
+        """Return one strategy for each named plugin in `deepspeed_plugins`, as a dict with the same keys."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

@@ -120,7 +120,7 @@ class Collectives:
         return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise. Every process gets the result.
+        """Combine tensors of all processes elementwise, for example by a sum. Returns the result on every process.
 
         Args:
             tensor: A tensor, or a nested structure of tensors.
@@ -147,7 +147,7 @@ class Collectives:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Set a flag on this process, for example to stop training. `check_trigger` reads it on all processes."""
+        """Request a joint action, such as stopping early, from any process. All processes see it in `check_trigger`."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
@@ -233,7 +233,7 @@ class ProcessControl:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that yields this process's part of a list, tuple, dict or tensor.
+        """Return a context manager that gives each process its own part of a list, tuple, dict or tensor.
 
         Args:
             inputs: A list, tuple, dict or tensor to split.
@@ -259,7 +259,7 @@ class ProcessControl:
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this local rank runs it, on every machine."""
+        """Decorate a function so that on each machine, only the process with the given local rank runs it."""
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -271,7 +271,7 @@ class ProcessControl:
 
 
 class StateSaving:
-    """Members of `Accelerator` that save and load checkpoints."""
+    """Mixin of `Accelerator` with the methods that save and load checkpoints."""
 
     run_state: RunState
     project_configuration: ProjectConfiguration
@@ -506,7 +506,7 @@ class EngineStatus:
 
     @property
     def parallelism_config(self) -> Any:
-        """The configuration of the device mesh, or None."""
+        """The sizes of the device mesh as configured by the script or the launcher, or None without a mesh."""
         return self.state.parallelism_config
 
     @property
@@ -516,7 +516,7 @@ class EngineStatus:
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """True if the strategy uses `fully_shard`, which can be combined with other kinds of parallelism."""
+        """True if torch's `fully_shard` (FSDP 2) shards the model, which tensor parallelism can be combined with."""
         return self.state.is_fsdp2
 
     @property
@@ -541,7 +541,7 @@ class EngineStatus:
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The rank of this process in the group that shards parameters."""
+        """This process's rank among those that each hold a different shard of the same parameters."""
         return grid_rank(self.strategy, "dp_shard")
 
     @property
@@ -556,7 +556,7 @@ class EngineStatus:
 
     @property
     def save_iteration(self) -> int:
-        """The number that the next automatically named checkpoint gets."""
+        """The number that `save_state` appends to the next checkpoint's name, with automatic checkpoint naming."""
         return self.project_configuration.iteration
 
     @property
@@ -684,7 +684,7 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Run torch's profiler in the body, and write each process's trace if a directory is configured."""
+    """Profile the body with torch's profiler. Writes a trace for each process if `output_trace_dir` is set."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler
@@ -748,7 +748,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
 
 class ModelHandling:
-    """Methods of `Accelerator` for prepared models outside the training step."""
+    """Mixin of `Accelerator` with methods for whole models, such as unwrapping, saving and tracking of runs."""
 
     preparation: Preparation
     optimizer_step: OptimizerStep
@@ -809,7 +809,7 @@ class ModelHandling:
         return self.preparation.release(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Drop the references to all prepared objects, and free cached device memory, like `free_memory`."""
+        """Release all prepared models, optimizers and data loaders, and free cached device memory."""
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
@@ -833,7 +833,7 @@ class ModelHandling:
         save_object(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if a model or one of its submodules is spread over several devices by an `hf_device_map`."""
+        """Return True if the model or one of its submodules is spread over several devices by a `device_map`."""
         return is_spread(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
@@ -1097,7 +1097,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        """Return the function that moves a batch to the device, or None on the CPU."""
+        """Return the function that copies a batch to this process's device. None on the CPU, which needs no copy."""
         return self.preparation.default_placement()
 
     # step
@@ -1141,7 +1141,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the total norm of gradients to `max_norm` at the end of an accumulation window.
+        """Clip gradients to a total norm of at most `max_norm`, once all accumulated micro-batches have contributed.
 
         Args:
             parameters: The parameters whose gradients to clip.
@@ -1192,7 +1192,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager for a loop in which processes may have different numbers of batches.
+        """Return a context manager for a loop in which some processes may run out of batches before others.
 
         Args:
             joinables: The prepared models.

@@ -68,7 +68,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings with which an Accelerator was created, kept for `accelerator.state`.
+    """Settings of the Accelerator that was created last, which every `AcceleratorState` shows.
 
     Attributes:
         mixed_precision: The name of the precision. Full precision is `"no"`.
@@ -128,7 +128,7 @@ class AcceleratorState(PartialState):
 
     @property
     def record(self) -> EngineRecord:
-        """The Accelerator's settings, such as its precision and plugins, in one object."""
+        """The settings of the Accelerator that was created last, such as its precision and plugins, in one object."""
         try:
             found: EngineRecord = self.engine_record
         except AttributeError:  # an unpickled state has no record
@@ -185,7 +185,7 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """Always None: the strategy does not publish its device mesh in this state."""
+        """Always None, because `accelerator.state` does not offer the device mesh. Kept for existing scripts."""
         return self.record.plugins.get("device_mesh")
 
     @property
@@ -319,7 +319,7 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Create the precision from the script's argument, else from the launcher, else from the strategy.
+    """Return the `Precision` that the script selects, else the launcher's, else the one that the strategy sets.
 
     Args:
         spec: The `mixed_precision` argument of the script, or None.
@@ -373,7 +373,7 @@ def backend_of(precision: Precision) -> str | None:
 def set_up_strategy(
     spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
 ) -> Strategy:
-    """Create and initialize the strategy that is selected by its name, by a plugin or by the launcher.
+    """Create the strategy selected by name, by a plugin or by the launcher, and set it up for this process.
 
     A name or an object wins over the launcher, and a plugin must not contradict a name.
 
@@ -482,7 +482,7 @@ def make_project(
 
 
 def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Return a copy of the data loader settings, or new settings from `split_batches` if None are given."""
+    """Return a copy of the given data loader settings, or default ones with `split_batches` if none are given."""
     if given is None:
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
@@ -616,7 +616,7 @@ class Preparation:
     # models
 
     def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """Prepare one model, and return the module to call in its place. See `Accelerator.prepare_model`."""
+        """Prepare one model for distributed training, and return the module to call in place of the original."""
         return self._model_with(model, [], device_placement, evaluation_mode)[0]
 
     def _model_with(
@@ -650,7 +650,7 @@ class Preparation:
         return prepared, rewrapped
 
     def unwrap_model(self, model: nn.Module, keep_forward: bool, keep_compiled: bool) -> nn.Module:
-        """Return the original module of a prepared model. See `Accelerator.unwrap_model`."""
+        """Return the user's original module from a prepared model, by default without its precision's `forward`."""
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)
@@ -723,7 +723,7 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader. The returned loader yields this process's share of the batches.
+        """Return a loader that reads `data_loader` and yields only this process's batches, moved to the device.
 
         See `Accelerator.prepare_data_loader`.
         """
@@ -771,7 +771,7 @@ class Preparation:
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """Return a context manager in which processes may have different numbers of batches.
+        """Return a context manager for a loop in which processes may run out of batches at different times.
 
         See `Accelerator.join_uneven_inputs`.
         """
@@ -800,7 +800,7 @@ class Preparation:
                 loader.tail = tail
 
     def release(self, objects: Sequence[Any]) -> list[None]:
-        """Forget all prepared objects and free cached device memory. See `Accelerator.free_memory`."""
+        """Release all prepared objects and free cached device memory. Returns None for each of `objects`."""
         for loader in self._prepared.loaders:
             self._active.leave(loader)
         self._prepared.clear()
@@ -823,7 +823,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the compiled module around `bare` in a prepared model, or None if the model is not compiled."""
+    """Return the `torch.compile` wrapper of the user's module `bare` within a prepared model, or None."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """Lists of a run's prepared models, optimizers, schedulers and data loaders, in preparation order.
+    """Everything that a run has prepared: models, optimizers, schedulers and data loaders, in order.
 
     Attributes:
         models: The modules to call, as the strategy returned them.
@@ -42,7 +42,7 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the original optimizers that train a model, or all optimizers if there is only one model."""
+        """Return the original optimizers with parameters of `model`. With a single model, return all optimizers."""
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -121,7 +121,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the most recent Accelerator, so that new instances no longer show its state."""
+        """Detach `GradientState` from the Accelerator created last. Later instances then show default values."""
         PartialState.registry().pop(_GRADIENTS, None)
 
     def _find(self) -> tuple[AccumulationWindow | None, ActiveLoaders | None]:
@@ -168,7 +168,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The `adjust_scheduler` option of the accumulation settings, which has no effect."""
+        """The option `adjust_scheduler` of `GradientAccumulationPlugin`. It has no effect in drivetrain."""
         return self.plugin.adjust_scheduler
 
     @property
@@ -189,7 +189,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """A list of None, followed by the data loaders being iterated, from outermost to innermost."""
+        """The prepared data loaders that are being iterated, from the outermost to the innermost loop, after a None."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
@@ -200,13 +200,13 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if the current batch is the last one of its loader."""
+        """True during the last batch of the innermost data loader that is being iterated."""
         loader = self.active_dataloader
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """The number of samples in an epoch's last global batch, without padding. -1 before it, or if unknown."""
+        """The number of samples in the last global batch, without padding. -1 before the last batch, or if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
@@ -269,7 +269,7 @@ class PreparedOptimizer(OptimizerProxy):
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, except those that still accumulate in the current window.
+        """Clear the gradients, but do nothing between the micro-batches of one accumulated optimizer step.
 
         The loop may therefore call it before the backward or after the step.
         """
@@ -362,7 +362,7 @@ def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
 
 
 class AccumulationWindow:
-    """Counter of the micro-batches that contribute to the next optimizer step.
+    """Counter that decides which micro-batch is the last one before an optimizer step (gradient accumulation).
 
     A plain loop enters each micro-batch by `advance`, and the end of its data loader ends the window. The Trainer,
     which fetches the micro-batches of a step in advance, sets their number with `begin` and enters each by
@@ -398,11 +398,11 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True if gradients have accumulated for an optimizer step that needs more micro-batches."""
+        """True between the first backward pass and the optimizer step, while more micro-batches are needed."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
-        """Count the next micro-batch of a plain loop, and set `sync_gradients` if it is the last of its window."""
+        """Count the next micro-batch in a hand-written training loop, and decide if optimizers step after it."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self.count == 0:
@@ -427,7 +427,7 @@ class AccumulationWindow:
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Start a new accumulation window that has `size` micro-batches."""
+        """Start the accumulation of `size` micro-batches for one optimizer step. Used by the Trainer."""
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size
@@ -436,7 +436,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Count the next micro-batch of a window whose size was set with `begin`."""
+        """Count the next micro-batch of a step whose number of micro-batches was set by `begin`."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -444,7 +444,7 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """Reset the counter, and mark gradients of an unfinished window to be discarded."""
+        """End a loop that counts its steps with `begin`. The next step clears gradients of an unfinished one."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
@@ -462,7 +462,7 @@ class AccumulationWindow:
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear gradients that remain from a loop that ended before its optimizer step."""
+        """Clear leftover gradients of a loop that was left, for example by `break`, before its optimizer step."""
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -474,7 +474,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor, to correct their average for the actual number of micro-batches."""
+        """Multiply all accumulated gradients by a factor, to average them over the actual number of micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.
@@ -487,7 +487,6 @@ class AccumulationWindow:
         scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)
 
     def _abandon(self) -> None:
-        """Mark the gradients that no optimizer step has used, so that they are cleared before the next window."""
         self.is_abandoned = True
         for optimizer in self._prepared.optimizers:
             optimizer.holds_abandoned = not optimizer.has_stepped and any(
@@ -563,7 +562,7 @@ class PreparedScheduler:
         return _unprepared_scheduler, (self.scheduler, self._steps_per_call)
 
     def get_last_lr(self) -> Any:
-        """Return the learning rates of the last step, one per parameter group."""
+        """Return the current learning rates of the wrapped scheduler, one per parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
@@ -572,7 +571,7 @@ class PreparedScheduler:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the original scheduler."""
+        """Load a state dict into the wrapped learning-rate scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -588,7 +587,7 @@ def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedSchedu
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a scheduler to parameter groups that were added to its optimizer after its creation.
+    """Extend a learning-rate scheduler to parameter groups that were added to its optimizer later.
 
     A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
     this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
@@ -602,14 +601,13 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Adapt a scheduler to a new learning rate that was assigned to the parameter group at index `number`."""
+    """Make a scheduler continue from the learning rate that the user has set in the parameter group `number`."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)
 
 
 def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> None:
-    """Give the parameter group at index `number` the first group's schedule, scaled to its own learning rate."""
     first, group = groups[0], groups[number]
     rate, own = float(first["lr"]), float(group["lr"])
     ratio = own / rate if rate else 1.0

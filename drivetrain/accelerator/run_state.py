@@ -39,7 +39,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Opened checkpoint that restores models, optimizers and other state one kind at a time.
+    """Checkpoint opened for loading, which restores models, optimizers, loaders and other state separately.
 
     Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
     tool.
@@ -93,7 +93,7 @@ class SavedEngine:
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint except for the tensors of models and optimizers, which are read into shards later."""
+        """Read all of a checkpoint but the tensors of models and optimizers. Each process reads its shards later."""
         described = checkpoint.describe_run_state(self.directory)
         later = set(find_places(described)[:2])
         paths = [
@@ -117,7 +117,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise an error if the saved objects differ in number or class from the prepared and registered ones.
+        """Raise a `CheckpointError` unless the checkpoint has as many models, optimizers etc. as this run.
 
         Args:
             models: The models to compare. None compares all prepared models.
@@ -158,7 +158,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Ignore all saved objects of a kind after the first `count`, with a warning that lists them."""
+        """Drop a checkpoint's models, optimizers etc. beyond the first `count`, and warn which ones are not loaded."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
@@ -224,7 +224,7 @@ class SavedEngine:
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Restore the epoch of each prepared data loader, so that the interrupted epoch comes next.
+        """Restore the positions of the prepared data loaders, so that they start with the interrupted epoch.
 
         A loader prepared with `use_stateful_dataloader` continues at the next sample. A loader after the last batch of
         an epoch continues with the next epoch. Loaders without saved state are not changed.
@@ -237,7 +237,7 @@ class SavedEngine:
 
     @property
     def random(self) -> Any:
-        """The random state that the checkpoint stores for this process, or None.
+        """The random number generator state in the checkpoint for this process, or None if it has no such state.
 
         If another number of processes wrote the checkpoint, this is the state of the same rank. Additional ranks reuse
         the states from the start.
@@ -255,7 +255,7 @@ class SavedEngine:
 
 
 def restore_random(state: Mapping[str, Any] | None) -> None:
-    """Set the global random generators to a saved state. No effect if `state` is None."""
+    """Set the random number generators of Python, NumPy and torch to a saved state. None changes nothing."""
     if state is not None:
         RandomState.from_state_dict(state).restore()
 
@@ -283,7 +283,7 @@ class NumberedCheckpoints:
 
     @property
     def enabled(self) -> bool:
-        """True if checkpoints that are saved without a directory get a number as their name."""
+        """True if `save_state()` without a directory names checkpoints by number, such as `checkpoint_3`."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
@@ -306,7 +306,7 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Increase the number for the next checkpoint, and remove the oldest ones beyond `total_limit`.
+        """Count a saved checkpoint, and delete the oldest ones if there are more than `total_limit`.
 
         The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
         are neither removed nor counted.
@@ -364,7 +364,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and data loader positions to save in place of the current ones.
+    """Random state and data loader positions of an earlier time, for a checkpoint that describes this time.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
@@ -431,7 +431,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the states of prepared and registered objects for a checkpoint. All processes must call this.
+        """Return the state dicts of all models, optimizers etc. for a checkpoint. All processes must call this.
 
         Args:
             weights_only: True to return only the models' weights and classes.
@@ -454,12 +454,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return the checkpoint content for a single model that is evaluated but not trained."""
+        """Return checkpoint content with the weights of one model only, for a run that only evaluates."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of prepared and registered objects, by kind. An unknown class is None."""
+        """Return the class names of models, optimizers etc., to compare when a checkpoint is loaded."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -491,7 +491,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the content of a checkpoint: the state of the whole run, and the state of this process only.
+        """Return the content of a checkpoint as two dicts: the state that processes share, and this process's own.
 
         Args:
             engine: The states of prepared objects, from the method `engine`.
@@ -525,7 +525,7 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Raise an error during an optimizer step, and warn if a checkpoint would lose accumulated gradients."""
+        """Raise if a checkpoint is saved during an optimizer step, or warn if it would lose accumulated gradients."""
         if self._step.is_torn:
             raise CheckpointError(
                 "A checkpoint cannot be saved while an optimizer is in its step, for example in the closure of "
@@ -547,7 +547,7 @@ class RunState:
         safe: bool = True,
         on_each_node: bool = False,
     ) -> None:
-        """Save a model's full weights in files of at most `max_shard_size`. See `Accelerator.save_model`."""
+        """Write a model's full weights to files of at most `max_shard_size` each, which other libraries can load."""
         weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
@@ -562,11 +562,11 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint and return an object that restores its parts. All processes must call this."""
+        """Open a checkpoint for loading. The returned object restores models, optimizers and other state."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Remember a training loop's checkpoint entries, so that later checkpoints contain them as well.
+        """Remember checkpoint entries that this loop does not use, so that later checkpoints still contain them.
 
         An entry with the same name from the current training loop replaces the remembered one.
         """
@@ -597,7 +597,7 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model that an optimizer trains, or a `ModuleList` if it trains several models."""
+        """Return the prepared model whose parameters an optimizer holds, or a `ModuleList` if there are several."""
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:

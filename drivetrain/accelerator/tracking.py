@@ -19,7 +19,7 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Experiment trackers of an Accelerator, or of the Trainer that uses the Accelerator."""
+    """Start and end of a run in each experiment tracker, such as TensorBoard, and their state in checkpoints."""
 
     state: PartialState
     project: ProjectConfiguration
@@ -55,7 +55,7 @@ class RunTracking:
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
-        """End all tracker runs, wait for all processes, and destroy the process group."""
+        """Finish the trackers' runs, then destroy the process group when all processes have arrived."""
         self.finish()
         self.state.destroy_process_group()
 
@@ -78,7 +78,7 @@ class RunTracking:
     # the state of the run
 
     def entries(self) -> dict[str, Any]:
-        """Return what a checkpoint stores so that trackers can continue their runs, as a dict."""
+        """Return the trackers' state, such as run ids, for a checkpoint, so that a resumed run continues them."""
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
