@@ -127,7 +127,7 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the mesh sizes that replace HYBRID_SHARD in FSDP 2, and a description of the change.
+    """Return the mesh sizes that give FSDP 2 the effect of HYBRID_SHARD, and a text for the user about them.
 
     Parameters are sharded within a machine and replicated between machines.
     """

@@ -35,7 +35,7 @@ LOW_PRECISION = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of the training setup: name, success, and a text for the user.
+    """Result of one check of `drivetrain test`: the check's name, whether it passed, and an explanation.
 
     Attributes:
         name: Name of the check.
@@ -79,7 +79,7 @@ class Network(nn.Module):
 
 
 class Trial:
-    """Checks of a distributed setup, from the number of processes to training and checkpoints.
+    """The checks that `drivetrain test` runs on a distributed setup, such as collectives, training and checkpoints.
 
     Later checks rely on earlier ones.
     """
@@ -281,7 +281,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Check the setup of this run, up to the first check that fails. All processes must call this function.
+    """Run the checks of `drivetrain test` until one fails, and return their results. Call it on all processes.
 
     Args:
         processes: The expected number of processes. None accepts any number.

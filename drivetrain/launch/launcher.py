@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Create a plan from launch options and this machine's devices. Raises an error if they do not fit."""
+        """Decide the number of processes, their devices and environment variables from the options of a launch."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -210,7 +210,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Connect to the other machines, start the processes of the script, and return the exit code."""
+    """Start the processes of a script on this machine, wait until they end, and return the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -350,7 +350,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until machine 0 accepts connections, with a message that tells the user what is missing.
+    """Wait until the first machine of the run accepts connections. Tells the user which machine is missing.
 
     Torch's own wait prints nothing and cannot be interrupted.
     """
@@ -374,7 +374,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
 
 
 def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
-    """Connect to the other machines in a background thread, so that Ctrl-C can interrupt the wait."""
+    """Wait until all machines of a run have connected. Unlike torch's own wait, Ctrl-C can interrupt this one."""
     failures: list[Exception] = []
 
     def meet() -> None:
@@ -395,7 +395,7 @@ def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
 
 
 def _local_address_for(address: str) -> str | None:
-    """Return the IP address with which this machine reaches `address`, or None if there is no route.
+    """Return this machine's IP address in the network of `address`. None if `address` cannot be reached.
 
     Other machines may not be able to resolve this machine's name.
     """
@@ -518,7 +518,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
-    """Return a plan for a launch on Ray. Processes and devices are only known once the cluster is connected."""
+    """Return the launch plan for a run on a Ray cluster, whose devices are unknown before the connection."""
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)

@@ -95,7 +95,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Pickle a value for a new Python process. Falls back to cloudpickle if pickle fails.
+    """Serialize a value for a new Python process with pickle, or with cloudpickle if pickle cannot do it.
 
     Args:
         value: The value.
@@ -129,7 +129,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return a message that names the object that cannot be pickled, or `""` if everything can be.
+    """Return an error message that names the object which cannot be pickled, or `""` if all can be.
 
     Args:
         parts: The objects to pickle, by the name to use in the message.
@@ -229,7 +229,7 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """Run a function in a forked process, after setting the rank that the XLA runtime assigned to it."""
+    """Run a function in one of the processes that torch_xla forks. Sets `RANK` etc. from the XLA runtime first."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),
@@ -267,7 +267,7 @@ class ScriptMain:
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """Return the location of the running script, or None if there is no script to import.
+        """Return the file and module name of the running script. None in a notebook or an interactive session.
 
         There is none in notebooks and interactive sessions, or with `python -m PACKAGE`.
         """
@@ -305,7 +305,7 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """Stop the import of a script in a child process, because the caller would start processes again.
+    """Stop a script that starts processes while a child process imports it, so that it starts none itself.
 
     No effect if no script is being imported.
     """
@@ -315,7 +315,7 @@ def stop_at_start_of_processes() -> None:
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Hide the script from multiprocessing in the body, so that it does not import the script by itself.
+    """Return a context in which multiprocessing starts child processes that do not run the user's script.
 
     The child processes import the script with `ScriptMain.load`.
     """
@@ -355,7 +355,7 @@ class Call:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Run the setup function of the call, if there is one, before this process gets its rank."""
+        """Run the call's setup function in a new child process, before the process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -365,7 +365,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """Function call that is pickled for a new Python process, which imports the running script first."""
+    """Function call for a new Python process, pickled so that the process imports the running script before it."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -432,7 +432,7 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait for all processes, and return the value that the first process returns.
+        """Wait until all processes have ended, and return the function's return value on the first process.
 
         After a failure, the other processes are terminated.
 
@@ -461,7 +461,6 @@ class Processes:
         return self._returned()
 
     def _wait(self, patience: float = float("inf")) -> None:
-        """Wait until all processes have exited or one has failed, but at most `patience` seconds."""
         deadline = time.monotonic() + patience
         while alive := [process for process in self._processes.values() if process.exitcode is None]:
             left = deadline - time.monotonic()
@@ -544,7 +543,7 @@ class Processes:
 
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
-    """Run a call in a child process, and send the returned value or the traceback to the parent."""
+    """Run the function call of one rank in a child process, and send its value or traceback to the parent."""
     # A forked process inherits the handlers of its parent, which forward signals to the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:

@@ -350,7 +350,7 @@ class LaunchOptions:
 
     @classmethod
     def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
-        """Create launch options from settings that remember their source. Unused settings are ignored.
+        """Create launch options from settings that know where their value comes from, such as a flag or a file.
 
         Args:
             given: Values by name of the setting.
@@ -374,7 +374,7 @@ class LaunchOptions:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as a flat dict by name."""
+        """The launch options that the user has changed from their defaults, as a flat dict by option name."""
         found: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -402,7 +402,7 @@ class LaunchOptions:
         return variables
 
     def check_script(self, script: str) -> None:
-        """Raise an error if the script or program, or a file that the options name, does not exist.
+        """Raise an error if the script to launch or a file that the launch options name does not exist.
 
         Modules (`-m`) are not checked.
 
@@ -430,7 +430,7 @@ class LaunchOptions:
 
     @property
     def compares_calls(self) -> bool:
-        """True if debug mode is on, in which processes check that they call the same collectives."""
+        """True if debug mode is on: before each collective, processes compare their calls to find a mismatch."""
         return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
 
     @property

@@ -170,7 +170,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Print that starting the run again will resume it, and return the exit code with this meaning."""
+    """Tell the user that starting the same command again resumes the run. Returns the exit code for this case."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
@@ -195,7 +195,7 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Return the exit code of a run that a signal ended, and print how the run ended.
+    """Return the launcher's exit code after a signal such as SIGTERM, and tell the user how the run ended.
 
     Args:
         received: The signal.
@@ -245,7 +245,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack trace of a rank's main thread, used to show where the rank hangs.
+    """Stack trace of a rank's main thread, to tell the user in which line and collective a rank hangs.
 
     Attributes:
         frames: The frames, innermost first.
@@ -274,7 +274,7 @@ class Stack:
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective operation in which the rank waits, or None if it waits in none."""
+        """Name of the collective operation in which the rank waits, such as `gather`. None if it waits in none."""
         inside = list(takewhile(lambda frame: is_library(frame.filename), self.frames))
         ours = [frame for frame in inside if in_package(frame.filename, "runtime")]
         torchs = [frame for frame in inside if in_torch(frame.filename, "distributed")]

@@ -116,7 +116,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
 
 
 def _exit_code(stop: SystemExit, *, report: bool) -> int:
-    """Return the exit code of a `SystemExit` by Python's rules. With `report`, record a failure."""
+    """Return the exit code of a `SystemExit`, as Python does. With `report=True`, record a failure for the launcher."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -163,7 +163,7 @@ def _free_frames(error: BaseException) -> None:
 
 
 def _leave_process_group(rank_process: int) -> None:
-    """Destroy the process group at exit if the script has not done so, and free global DDP models.
+    """Destroy the process group when a script exits, after deleting DDP models that the script holds globally.
 
     Otherwise gloo's threads are alive at interpreter exit. With a DDP model at the script's top level, this aborts the
     process in about half of the runs (seen with torch 2.13).
@@ -202,7 +202,7 @@ def _end_with_parent() -> None:
 
 
 def _take_share_of_cores() -> None:
-    """Bind this process to an equal share of the machine's cores, if the launcher has requested it."""
+    """Bind this process to its own part of the machine's CPU cores, if `drivetrain launch` was told to do so."""
     if os.environ.get(AFFINITY_VARIABLE) != "1":
         return
     cores = sorted(os.sched_getaffinity(0))

@@ -38,7 +38,7 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Check a setting's value and convert it to the right type. None means that no value was given.
+        """Convert the text of a launch setting to its type and check it. Returns None if no value was given.
 
         Args:
             value: The value, such as the text after a flag.
@@ -145,7 +145,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Launch settings that form one section of a configuration file, such as `fsdp_config`."""
+    """Launch settings of one feature, which form a section of the configuration file, such as `fsdp_config`."""
 
     name: str
     prefix: str

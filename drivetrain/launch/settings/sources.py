@@ -55,7 +55,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings from variables of another launcher, except those that it sets in any case."""
+    """Return launch settings from the environment variables of another launcher, without its fixed defaults."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -73,7 +73,7 @@ def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
-    """Remove one of two FSDP settings for sharding that belong to different versions of FSDP.
+    """Drop the FSDP sharding setting that does not belong to the given FSDP version.
 
     The other launcher always sets both.
     """
@@ -87,7 +87,7 @@ def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
 
 
 def _keep_backend_settings(found: dict[str, Any]) -> None:
-    """Remove the FP8 settings that belong to another backend than the selected one."""
+    """Drop FP8 settings that belong to other backends than the selected `fp8_backend`."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
         if backend is not None and name not in FP8_SETTINGS_OF[backend]:
@@ -186,7 +186,7 @@ class _Reader:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Set the launch settings that follow from several keys, after all keys of the file have been read."""
+        """Complete the launch settings after the whole file is read, such as the switch for FSDP from its type."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")
