@@ -64,7 +64,7 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Move optimizer state to the device of a moved model. Raise if an optimizer holds a replaced parameter.
+    """Adapt optimizers to a model that was moved: move their state, and raise if they hold replaced parameters.
 
     `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
     that its optimizer would not train the model.
@@ -113,7 +113,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """Role of this process in the run: its rank and device, the data it loads, and if its metrics are counted.
+    """This process's rank, device and share of the data, and whether its samples and logged values are counted.
 
     Attributes:
         environment: Rank, local rank and world size of this process.
@@ -139,14 +139,14 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Return the topology of a run in which each process holds the whole model and loads its own data shard."""
+        """Return the topology for plain data parallelism: every process has the whole model and its own data."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Return the topology of a process in a device mesh, for tensor, context or pipeline parallelism."""
+        """Return the topology of this process in a device mesh, where several processes may share a model or data."""
         return cls(
             state.environment,
             state.kind,
@@ -167,22 +167,22 @@ class Topology:
 
     @property
     def computes_loss(self) -> bool:
-        """True if this process computes the loss, False if it runs an earlier pipeline stage of the model."""
+        """True on processes that compute the loss. With pipeline parallelism, these run the model's last stage."""
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """True if totals include this process's samples, False if another rank processes the same samples."""
+        """True if this process's samples are counted in totals. False if another rank gets the same samples."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if metrics include this process's logged values, False if they repeat another rank's values."""
+        """True if this process's logged values are counted in metrics. False if another rank logs the same values."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """Tuple of this process's index among the ranks whose logged values count, and the number of such ranks.
+        """This process's index among the ranks whose logged values are counted, and the number of such ranks.
 
         Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
         the index of its data shard.
@@ -193,7 +193,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Return the entries of a list with one entry per rank, without ranks that repeat another rank's data.
+        """Drop duplicates from a list of one value per rank: ranks that work on the same data count only once.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
@@ -202,12 +202,12 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks but those that repeat another rank's values. A collective call."""
+        """Return the sum of a tensor over processes, counting ranks with equal data only once. A collective call."""
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
     def share(self, result: Any) -> Any:
-        """Broadcast an object from the pipeline stage that computes the loss to the other stages, and return it."""
+        """Return the given object of the pipeline stage that computes the loss, sent to all stages of the model."""
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
@@ -254,7 +254,7 @@ _OLD_STRATEGY = {
 
 
 class Gradients:
-    """Operations on a model's gradients, such as clipping, for strategies that store them as tensors in `.grad`.
+    """Reduction, scaling and clipping of gradients, for strategies with whole gradients in `.grad`.
 
     Gradients are complete after each backward pass. A strategy that reduces, shards or stores gradients differently
     uses a subclass.
@@ -275,14 +275,14 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if a model has accumulated gradients that are stored elsewhere than in `.grad`."""
+        """Return True if gradients wait outside of `.grad`, as FSDP's unreduced ones do between micro-batches."""
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Drop the gradients that a model accumulates outside `.grad`, which `zero_grad` does not clear."""
+        """Drop gradients that `zero_grad` cannot clear, since the strategy accumulates them outside of `.grad`."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Complete pending gradient reductions. Called before gradients are unscaled, clipped or used in a step.
+        """Wait for gradient reductions that still run, so that gradients can be read. Call it on all processes.
 
         Must be called on all processes.
 
@@ -297,7 +297,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply the parameters' gradients by a factor in place, or clamp each element to `[-bound, bound]`.
+        """Multiply the gradients of parameters by `factor` in place, or clamp each element to `[-bound, bound]`.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -325,7 +325,7 @@ class Gradients:
 def scale_tensors(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
 ) -> None:
-    """Multiply tensors by a factor in place, or clamp their elements to `[-bound, bound]` if `bound` is given."""
+    """Multiply tensors by `factor` in place. If `bound` is given, clamp elements to `[-bound, bound]` instead."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -363,7 +363,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise a `ConfigurationError` for a `training_step` that returned one loss for each optimizer.
+    """Raise a `ConfigurationError`, because this strategy does not support one loss for each optimizer.
 
     `reason` is a sentence that says why the strategy cannot limit a backward pass to one optimizer's parameters.
     """
@@ -373,7 +373,7 @@ def refuse_several_losses(reason: str) -> NoReturn:
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return a loss of zero whose backward pass gives every trainable parameter a gradient of zero."""
+    """Return a loss of zero whose backward pass gives each trainable parameter a zero gradient."""
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
     # A product of 0 and an infinite or NaN parameter would be NaN.
@@ -388,7 +388,7 @@ IMPLEMENTATION = ("fused", "foreach")
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict, with the model's parameter names in place of parameter indices.
+    """Return an optimizer's state dict in which parameters are referred to by name instead of by index.
 
     The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
     """
@@ -427,7 +427,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return uninitialized tensors in the structure of a saved optimizer state, for reading a checkpoint into.
+    """Return empty tensors in the structure of a saved optimizer state, into which a checkpoint is then read.
 
     A tensor with the shape of a sharded parameter is sharded like the parameter. Values other than tensors are copied.
     """
@@ -448,7 +448,7 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Convert an optimizer's state tensors to the device and memory layout of their parameters.
+    """Move an optimizer's state tensors to their parameter's device, and give them its memory layout.
 
     Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset. For a
     transposed or channels_last parameter, contiguous state would therefore update the wrong elements. State of float64
@@ -479,7 +479,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise a `CheckpointError` unless an optimizer's parameter groups hold the same names as the saved groups."""
+    """Raise a `CheckpointError` unless the optimizer and the checkpoint have the same parameters in each group."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -492,7 +492,7 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """Return the class name of an optimizer or scheduler that the user chose, or None for an internal one.
+    """Return the class name of an optimizer or scheduler, or None if its class is not the user's choice.
 
     DeepSpeed's wrappers are removed first. Optimizers and schedulers of DeepSpeed and drivetrain are internal.
     """
@@ -509,7 +509,7 @@ HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """Reading and loading of the state of a model and its optimizers, if each process holds the whole model.
+    """Model and optimizer state dicts for checkpoints, for strategies with the whole model on each process.
 
     A strategy that shards the model uses a subclass.
 
@@ -529,7 +529,7 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a prepared model's state dict under the names of the unwrapped model. A collective call.
+        """Return a prepared model's state dict, without prefixes of wrappers. All processes must call this.
 
         Args:
             model: The model that `prepare` returned.
@@ -549,7 +549,7 @@ class ModelState:
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state and parameter groups, with parameter names in place of indices.
+        """Return an optimizer's state dict for a checkpoint, with parameters referred to by name.
 
         Args:
             model: The model that `prepare` returned.
@@ -589,18 +589,18 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return a parameter's number of elements over all shards, and whether any process trains the parameter."""
+        """Return the number of elements of the full, unsharded parameter, and True if any process trains it."""
         return parameter.numel(), parameter.requires_grad
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class as the user wrote it, for which FSDP's `fully_shard` substitutes a subclass."""
+    """Return a module's class as the user wrote it. FSDP replaces the class of each sharded module by a subclass."""
     # `fully_shard` puts its own subclasses in front of the module's class.
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """Replace the buffers in a model's state dict with rank 0's values and return the dict. A collective call.
+    """Replace a state dict's buffers, such as running means, with rank 0's values. All processes must call this.
 
     Buffers such as running means differ between processes until DDP's next forward pass broadcasts them. A checkpoint
     would otherwise mix the buffers of several ranks.
@@ -618,7 +618,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """A setting's value together with the name of the argument that set it, for use in error messages.
+    """A setting's value and the argument that set it, such as `Trainer(...)`, which error messages name.
 
     Attributes:
         argument: The argument, such as `"Trainer(gradient_clip_val)"`.
@@ -653,7 +653,7 @@ class SplitsSequences:
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which each tensor holds only this process's part of its sequences.
+        """Return a context for context parallelism in which tensors hold only this process's part of each sequence.
 
         Args:
             buffers: Tensors that contain whole sequences.
@@ -664,7 +664,7 @@ class SplitsSequences:
 
 
 class JoinsUnevenInputs:
-    """Mixin for strategies in which some processes may run out of batches before others."""
+    """Mixin for strategies that can train on while some processes have already run out of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Return a context in which some processes may run out of batches before others without a deadlock.
@@ -686,7 +686,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class for moving batches to devices that compile one graph for each input shape, such as TPUs.
+    """Base class that moves batches to devices such as TPUs, where each new input shape causes a compilation.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -695,14 +695,14 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that moves a batch to the devices. It may use `place`, the default function.
+        """Return a function that moves a batch to the devices. `place` is the function that would be used otherwise.
 
         The data loader calls the function with each batch, and yields the result.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Complete the work for the last batch of an iteration over a data loader, since no next batch triggers it."""
+        """Complete the work for the last batch of an epoch, which is usually done when the next batch arrives."""
         raise NotImplementedError
 
 
@@ -750,7 +750,7 @@ class Strategy(ABC):
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Set up the strategy for this process's rank and device: create `topology`, `gradients` and `state`.
+        """Adapt the strategy to this process's rank and device. Called once, before models are prepared.
 
         Pass a function to `state.before_leaving` to release objects that hold the process group alive.
 
@@ -819,7 +819,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage of the run, such as one without gradient reduction for evaluation.
+        """Return the module to call for training or evaluation. Evaluation, for example, needs no gradient reduction.
 
         Called on all processes when the stage begins.
 
@@ -835,7 +835,7 @@ class Strategy(ABC):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Call `step_fn`, which runs forward and backward, on each micro-batch of an optimizer step.
+        """Run forward and backward for all micro-batches of an optimizer step, by calling `step_fn` on each.
 
         Gradients are reduced across processes in the last micro-batch only.
 
@@ -856,7 +856,7 @@ class Strategy(ABC):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss. A subclass may use another function than `Tensor.backward`.
+        """Compute the gradients of a loss. Override it if the strategy does not use `loss.backward()`.
 
         Args:
             loss: The loss, already multiplied by the loss scale.
@@ -923,7 +923,7 @@ class OptimizerProxy(Optimizer):
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer, such as L-BFGS, cannot step without a closure."""
+    """Return True if an optimizer must be given a closure in each step, as L-BFGS must."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
@@ -932,7 +932,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies with several named configurations, such as one DeepSpeed file for each model.
+    """Base class for strategies with several named sets of options, such as one DeepSpeed file for each model.
 
     The selected configuration applies to the models that are prepared next.
     """
@@ -950,11 +950,11 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def select_configuration(self, name: str) -> None:
-        """Select a configuration by name for the models prepared next. Models prepared before keep their own."""
+        """Select the named set of options for the models that are prepared next. Others keep their options."""
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision that the selected configuration sets, or the given precision if it sets none.
+        """Return the precision that the selected configuration prescribes, or else the given precision.
 
         Args:
             given: A precision or its name, or None.
@@ -967,7 +967,7 @@ class Configured(Strategy):
 
 
 class StartsProcesses:
-    """Mixin for strategies that start new processes for each call of a Trainer method such as `fit`.
+    """Mixin for strategies that run each Trainer call, such as `fit`, in new processes, as notebooks need it.
 
     Attributes:
         within: Factory of the strategy that the started processes use.
@@ -985,21 +985,21 @@ class StartsProcesses:
 
 
 class ReducingWrapper(nn.Module):
-    """Base class for model wrappers that reduce gradients across processes during backward, like torch's DDP.
+    """Base class for model wrappers that average gradients over processes during backward, like torch's DDP.
 
     The wrapper's forward pass prepares the reduction for the next backward pass.
     """
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Prepare gradient reduction for a loss that was computed without the wrapper's forward pass."""
+        """Prepare to reduce the gradients of a loss whose forward pass bypassed this wrapper. Call before backward."""
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a zero loss for a process that skips a batch, so that all processes still reduce gradients."""
+        """Return a zero loss for a skipped batch. Its backward pass joins the gradient reduction of other processes."""
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise if the last backward pass left out gradients that other processes wait for, which would hang them.
+        """Raise an error if the last backward pass missed parameters for whose gradients other processes wait.
 
         No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """
@@ -1016,7 +1016,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times, or None if not needed.
+    """Return a context in which processes may run out of batches at different times. None if there is none.
 
     Raises a `ConfigurationError` if every forward pass of the strategy is collective.
     """

@@ -39,7 +39,7 @@ class Single(Strategy):
 
 
 class Spawned(Single, StartsProcesses):
-    """Strategy of the main process if a Trainer starts new processes for each call such as `fit`.
+    """Strategy of a script or notebook that starts new processes for each Trainer call such as `fit`.
 
     The main process computes nothing. It receives the weights of the first process when the call has ended.
     """
@@ -148,7 +148,7 @@ for _name, (_class, _arguments) in _VARIANTS.items():
 
 
 def available_strategies() -> list[str]:
-    """Return the names of all registered strategies, including `"auto"`."""
+    """Return the names of all strategies that can be passed as `Trainer(strategy=name)`."""
     return ["auto", *_STRATEGIES]
 
 
@@ -191,7 +191,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return the strategy if it starts new processes for each Trainer method such as `fit`, else None.
+    """Return the selected strategy if it starts new processes for Trainer calls such as `fit`, else None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.
@@ -203,7 +203,7 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a `DDP` strategy with the given options, or the default strategy if the run has one process.
+    """Return a `DDP` strategy with the given options. In a run with one process, return the default strategy.
 
     Args:
         spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.

@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """Gradient bucket for torch's PowerSGD hook, with other tensors in place of its buffer and gradients."""
+    """DDP gradient bucket with replaced tensors, for torch's PowerSGD hook, which does not support all shapes."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -139,7 +139,7 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a communication hook so that it reduces gradients in another dtype and returns the original dtype."""
+    """Wrap a DDP communication hook so that gradients are cast to `dtype` for it, and cast back afterwards."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
@@ -324,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a training step that ran out of memory can be repeated, as it communicates only after backward."""
+        """True if a training step that ran out of memory in forward or backward can be repeated on its own."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -337,7 +337,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Free the gradient reducers of all wrapped modules before the process group is destroyed.
+        """Destroy the DDP modules' gradient reducers before the process group. The other order may hang at exit.
 
         A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
         needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
@@ -364,7 +364,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that takes a text and raises on all processes if they pass different texts."""
+    """Return a function that raises if processes call it with different texts, to detect differences."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -374,7 +374,7 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradient operations of `DDP`, which averages gradients over all processes during backward."""
+    """Gradient operations for `DDP`, such as turning off the reduction while micro-batches accumulate."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -393,7 +393,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """Saving and loading of state under `DDP`, which compares parameters and saves the buffers of rank 0."""
+    """State dicts for checkpoints under `DDP`. Checks first that the processes' models are still equal."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)

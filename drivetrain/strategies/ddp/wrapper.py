@@ -36,7 +36,7 @@ _UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Observer of the first steps, which finds out whether DDP's search for unused parameters is necessary.
+    """Test of whether DDP needs `find_unused_parameters`, which costs time. Made during the first steps.
 
     It needs no communication, since the reducer already sums the used parameters over all processes.
     """
@@ -57,7 +57,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run and time DDP's post-forward function, which searches the autograd graph of `output`.
+        """Run DDP's search for unused parameters after a forward pass, and measure how long it takes.
 
         Returns the function's result.
         """
@@ -68,7 +68,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Record which parameters the previous step used. Return True after enough steps to judge the search."""
+        """Record which parameters the last step used. Returns True once enough steps have been observed."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -79,7 +79,7 @@ class UnusedSearch:
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """Return the indices of the parameters that no process used in any step, or None if the usage varied.
+        """Return the indices of parameters that no step used. None if steps or processes used different parameters.
 
         The usage varied if a parameter was used on some processes or in some steps only.
         """
@@ -91,7 +91,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Return the indices of unused parameters if DDP can stop searching for them, or None if it cannot.
+        """Return the indices of parameters that are never used. None if DDP must keep searching for them.
 
         A collective call.
         """
@@ -111,7 +111,7 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Warn if DDP's search for unused parameters was unnecessary, as all steps used the same parameters."""
+        """Warn the user if `find_unused_parameters=True` was unnecessary in the first steps, and what it cost."""
         never = self.never_used()
         if never is None:
             return
@@ -222,7 +222,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Start to observe whether the search for unused parameters is necessary in the first steps.
+        """Observe in the first steps whether `find_unused_parameters` is necessary. If not, turn it off or warn.
 
         If it is not, the search ends if `ends` is True. Otherwise, a warning reports its cost.
         """
@@ -237,7 +237,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Call a function that registers a communication hook, now and whenever the gradient reducer is rebuilt.
+        """Register a communication hook by calling `register`. Repeated whenever DDP's gradient reducer is rebuilt.
 
         A new hook state is created each time, because the state may depend on the buckets.
         """
@@ -269,7 +269,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """Stop the search for unused parameters, and exclude the parameters with indices `never` from reduction.
+        """Turn off `find_unused_parameters`, and no longer reduce the parameters at the indices `never`.
 
         An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
         gradient would not be averaged.
@@ -343,7 +343,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_backward([loss])
 
     def zero_loss(self) -> Tensor:
-        """Return a zero loss over all reduced parameters, or over none if DDP searches for unused parameters.
+        """Return a zero loss over the reduced parameters. With `find_unused_parameters`, it depends on none.
 
         With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay to
         it.
@@ -378,11 +378,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     @property
     def has_own_hook(self) -> bool:
-        """True if the user registered a communication hook, with which parameters may differ between processes."""
+        """True if the user registered a communication hook. Then models on different processes may differ."""
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """Return all parameters that DDP either averages or excludes from averaging on purpose."""
+        """Return the parameters that DDP reduces, and those that it was told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
@@ -450,18 +450,18 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step, and return True if processes must compare parameters before this step."""
+        """Count an optimizer step. Return True in every n-th one, before which processes compare their models."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Make the check due before an optimizer's next step. Used when its parameters were added or removed."""
+        """Compare processes before this optimizer's next step, because it has gained or lost parameters."""
         self._left.pop(optimizer, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context without checks, for loops in which processes take different numbers of steps."""
+        """Return a context without comparisons of processes, for loops in which their numbers of steps differ."""
         every, self.every = self.every, 0
         try:
             yield
@@ -469,7 +469,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Compare named parameters and their gradients between processes, and raise if any differ.
+        """Raise if parameters or gradients differ between processes. All processes must call this.
 
         A collective call.
         """
@@ -496,7 +496,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Record of the DDP modules that an optimizer steps, and of its parameters that no DDP module reduces.
+    """The parameters of one optimizer by DDP module, and the parameters that belong to no DDP module.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -510,7 +510,7 @@ class Held:
 
 
 class Copies:
-    """Registry of a run's DDP modules, to find the modules that an optimizer steps and to compare their copies.
+    """All DDP modules of a run, to check that the processes' copies of each model stay equal.
 
     Attributes:
         wrapped: The DDP modules.
@@ -533,7 +533,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return the DDP modules that an optimizer steps, and the parameters it holds that no module reduces.
+        """Return which DDP modules contain an optimizer's parameters, and which parameters no DDP module reduces.
 
         The result is cached until the optimizer's parameters or a module's reducer change.
         """
@@ -557,7 +557,7 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later.
+        """Average gradients of parameters outside of all DDP modules, such as layers added after `prepare`.
 
         A collective call.
         """
@@ -567,7 +567,7 @@ class Copies:
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step, and return True if gradients must be compared between processes before it."""
+        """Count an optimizer step, and return True if processes must compare their gradients before it."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, which LocalSGD uses, copies differ on purpose.
@@ -604,7 +604,7 @@ class Copies:
             self._check.compare(named, gradients=False)
 
     def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap an optimizer's closure so that processes compare gradients after the first of its runs."""
+        """Return a closure for `step` that calls `closure`, and compares gradients between processes the first time."""
         waits = [True]
 
         def run() -> Any:
@@ -618,7 +618,7 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return the norm and the scaled sum of each tensor, by which processes can compare tensors cheaply.
+    """Return the norm and the scaled sum of each tensor. If these differ, processes hold different tensors.
 
     Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
     (Cauchy-Schwarz).
