@@ -62,7 +62,7 @@ class ShardedState(ModelState):
 
     @contextmanager
     def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-        """Return a context in which a prepared model holds full parameters in place of shards. A collective call.
+        """Return a context in which a sharded model temporarily holds its full parameters, for example to export them.
 
         The context yields the unwrapped model, which cannot run a forward pass. With `writeback`, changes are copied to
         the shards on exit.
@@ -78,7 +78,7 @@ class ShardedState(ModelState):
         load_weights(self.strategy.unwrap(model), path, strict)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free a model's gathered parameters, so that its modules hold this process's shards again."""
+        """Free the full parameters that FSDP has gathered, so that the model holds only this process's shards."""
         sharding.reshard_units(model)
 
 

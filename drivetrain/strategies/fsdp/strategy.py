@@ -77,7 +77,7 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return how a gradient is sharded, and this process's local tensor of the gradient.
+    """Return this process's part of a gradient, and over which mesh dimensions the gradient is sharded.
 
     How it is sharded is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     """
@@ -92,7 +92,7 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over gradients that are sharded alike, or the largest |g| if p is infinite.
+    """Return one group's part of the total gradient norm: the sum of |g|^p over gradients sharded alike.
 
     `group` is the mesh and its sharded dimensions. A collective call if it is not None.
     """
@@ -121,7 +121,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Gradient operations of `FSDP`, which leaves each process with its own shard of each gradient."""
+    """Reduction, scaling and clipping of gradients for `FSDP`, with a shard of each gradient on every process."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
@@ -191,17 +191,17 @@ def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | No
 
 
 class Placer(Protocol):
-    """Protocol of objects that prepare the models of an FSDP strategy, by sharding or moving them."""
+    """Protocol of the object that prepares models for an FSDP strategy: it shards them or only moves them."""
 
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Objects that average the gradients of unsharded parameters, by the model that holds the parameters."""
+        """Hooks that average gradients of parameters that FSDP does not shard, by the model of the parameters."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Return a context manager for constructing a model, for example without parameter values."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model or move it to the device, and return the model to call."""
+        """Prepare a model: shard it, or only move it to the device. Returns the module to call."""
 
 
 class FSDP(Strategy):
@@ -326,7 +326,7 @@ class FSDP(Strategy):
         state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Set the topology and the object that shards models, and create the objects for gradients and state.
+        """Set the strategy's parts: the topology, the object that shards models, and the gradient operations.
 
         Args:
             topology: The position of this process in the run.

@@ -56,7 +56,7 @@ class Precision:
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters are created with the precision's dtype."""
+        """Return a context in which new modules get parameters in the precision's dtype, to save memory."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -78,13 +78,13 @@ class Precision:
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Keep the loss scale constant as long as the function `holds` returns True.
+        """Do not change the loss scale while `holds()` is True, that is, while gradients accumulate.
 
         Accumulated gradients were computed with the current scale, so it must not change before their optimizer step.
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make all processes skip an optimizer step if gradients overflow on any process.
+        """Skip an optimizer step on all processes if any of them finds gradients that overflow.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 
@@ -145,7 +145,7 @@ class Precision:
 
 
 def overrides(precision: Precision, method: str) -> bool:
-    """Return True if a precision's class defines a method itself instead of inheriting the method of `Precision`."""
+    """Return True if a precision has its own version of a method. Used to skip calls that would do nothing."""
     return getattr(type(precision), method) is not getattr(Precision, method)
 
 
@@ -153,7 +153,7 @@ def overrides(precision: Precision, method: str) -> bool:
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """`GradScaler` for sharded gradients. All processes skip an optimizer step if any of them finds an overflow.
+    """Gradient scaler for sharded gradients: if they overflow on any process, all processes skip the step.
 
     Torch's `GradScaler` checks one process's gradients, and cannot handle plain tensors and DTensors together.
     """

@@ -19,7 +19,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Option with which a user lets XLA round floats to bfloat16, and the environment variable that enables it.
+    """Choice of rounding floats to bfloat16 on TPUs: the user's option, and the environment variable for XLA.
 
     Both are None without rounding.
     """
@@ -29,7 +29,7 @@ class Rounding:
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Return the rounding that the user's options `downcast_bf16` and `use_bf16` select.
+        """Return the rounding selected by the user's option `downcast_bf16` or `use_bf16`, or no rounding.
 
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """

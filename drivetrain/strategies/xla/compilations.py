@@ -54,7 +54,7 @@ class Compilations:
 
     @property
     def seconds(self) -> float:
-        """Total time in seconds that this process has spent on compiling graphs."""
+        """Total time in seconds that XLA has spent on compilation in this process."""
         data = self._metrics.metric_data("CompileTime")
         # torch_xla returns (count, total in nanoseconds, samples).
         return data[1] / 1e9 if data else 0.0
@@ -78,7 +78,7 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Count a batch without an optimizer step, as in evaluation. Warn if all recent batches compiled a graph."""
+        """Count a batch outside of training steps, as in evaluation. Warn if XLA compiles for every batch."""
         if self._stepped:
             self._stepped = False
             # The step has counted its own compilations.
@@ -98,7 +98,7 @@ class Compilations:
 
 
 class _Watched:
-    """Record of the last few graphs: whether XLA compiled each of them, and the shapes in each batch."""
+    """The last few steps or batches: whether XLA compiled for each of them, and their tensors' shapes."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -106,7 +106,7 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Record a graph and its batch's shapes. Return True if XLA has compiled graphs since the last record."""
+        """Record a step or batch with its shapes. Returns True if XLA has compiled a graph for it."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)
@@ -114,7 +114,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """Return the path, such as `batch['x']`, and the shape of each tensor in a nested batch."""
+    """Return a name, such as `batch['x']`, and the shape for each tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):
@@ -125,7 +125,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return advice for a user whose batches make XLA recompile, with the tensors whose shapes have varied."""
+    """Return advice for a user for whose batches XLA keeps compiling. It names tensors with varying shapes."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

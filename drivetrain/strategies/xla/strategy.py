@@ -54,7 +54,7 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradient operations for several XLA processes, which average gradients at the end of each backward pass.
+    """Gradient operations for a run with several XLA processes, which average gradients in each backward.
 
     XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
     averaged gradients, so several backwards of a step may each do it.
@@ -75,7 +75,7 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Include a model in all later averages of gradients over the processes."""
+        """Average this model's gradients over all processes in each later backward pass."""
         self._models[model] = None
 
     def average(self) -> None:
@@ -124,7 +124,7 @@ class MeshShape:
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """Return the mesh shape with a size of -1 replaced by the number of devices that the other sizes leave."""
+        """Return the mesh shape with -1 replaced, so that the product of all sizes is the number of devices."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -162,7 +162,7 @@ class DeviceMesh:
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Shard a parameter over the mesh axes in `spec`, in place. Replaces an earlier sharding."""
+        """Distribute a parameter over the devices in place. `spec` is the mesh axis for each dimension, or None."""
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -176,12 +176,12 @@ class DeviceMesh:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Shard a tensor, such as optimizer state, in place like a parameter of the same shape."""
+        """Distribute a tensor over the devices in place, as `parameter` is. Used for optimizer state."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is sharded, so that devices hold different parts of its values."""
+        """Return True if each device holds another part of the tensor, False if all hold a full copy."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
@@ -192,7 +192,7 @@ class DeviceMesh:
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Choose the dimension along which to shard a parameter, and return the mesh axis of each dimension.
+    """Choose the dimension along which to shard a parameter. Returns a mesh axis or None for each dimension.
 
     The largest dimension that the number of devices divides is chosen, or else the largest. `taken` contains axes that
     are already assigned, for example by tensor parallelism.
@@ -212,7 +212,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Transfer of batches to XLA devices, which first launches the graph recorded for the previous batch."""
+    """Object that moves batches to XLA devices. It first starts the computation recorded for the previous batch."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
@@ -320,7 +320,7 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return the mesh axes of the parameters that a tensor-parallel plan names, by parameter name.
+    """Return how a tensor-parallel plan splits parameters: a mesh axis or None per dimension, by name.
 
     XLA derives from them how to split the computation.
     """
@@ -465,13 +465,13 @@ class XLA(Strategy, PlacesBatches):
 
     @property
     def batch_placement(self) -> XLABatches:  # type: ignore[override]
-        """Object that moves each batch to the XLA devices, and shards it over them."""
+        """Object that moves each batch to the XLA devices and splits its samples over them."""
         return XLABatches(self.compilations, self._mesh, self._pads)
 
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model, move it to the XLA devices, and shard or replicate its parameters. Return the model."""
+        """Convert a model's precision and move it to the XLA devices, over which its parameters are split or copied."""
         converted = precision.convert(model)
         if not move:
             return converted

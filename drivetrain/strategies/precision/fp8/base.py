@@ -30,17 +30,17 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Import the package if needed, and raise if the package or the kind of device does not support float8."""
+        """Import the backend's package. Raises an error if it is missing or if the device does not support float8."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make the linear layers in `layers` compute in float8, and leave the linear layers in `kept` unchanged.
+        """Replace the computation of the linear layers `layers` by one in float8. Layers in `kept` stay as they are.
 
         Parameters and their names stay unchanged.
         """
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """Return the context that the package needs around a forward pass, or None if it needs none."""
+        """Return the context in which forward passes with this backend must run, or None if they need none."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
@@ -48,14 +48,14 @@ class FP8Backend(ABC):
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Update values that depend on the weights, such as float8 scales. Called after each optimizer step."""
+        """Update what depends on the weights' values, such as float8 scales, after an optimizer step."""
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Return the float8 scaling state of the models for a checkpoint, such as the largest values of past steps."""
         return {}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restore the float8 scaling state of the models from a checkpoint, as returned by `state_dict`."""
+        """Restore the models' float8 scales and their history from a checkpoint."""
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
@@ -107,7 +107,7 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Return a model's linear layers, divided into layers to convert to float8 and layers to leave unchanged.
+    """Divide a model's linear layers into those to convert to float8 and those that keep their precision.
 
     A layer is converted if its sizes are multiples of `multiple_of` and `wanted` returns True for the layer and its
     name. `keep_first_and_last` leaves the first and the last linear layer unchanged.

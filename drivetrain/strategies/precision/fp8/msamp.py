@@ -73,7 +73,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State dict hook that converts MS-AMP's scaled weights to float32, which any loader can read."""
+    """State dict hook that stores MS-AMP's weights as plain float32 tensors, which all programs can load."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):

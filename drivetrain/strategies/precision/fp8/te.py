@@ -142,7 +142,7 @@ class TransformerEngine(FP8Backend):
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Return whether the device supports a float8 recipe, and TransformerEngine's reason if it does not."""
+    """Return True if the device supports a float8 recipe, and otherwise False with a reason for the user."""
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -155,7 +155,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a TransformerEngine module class that leaves `_extra_state` out of its state dict."""
+    """Return a subclass of a TransformerEngine layer whose state dict is that of a plain torch layer."""
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
