@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Compilation:
-    """Options for compiling prepared models with `torch.compile`."""
+    """Options with which `Accelerator.prepare` compiles models by `torch.compile`."""
 
     backend: str
     mode: str | None = None
@@ -41,7 +41,7 @@ class Compilation:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile a model in place with `torch.compile`. Modules that are already compiled are not changed.
+        """Compile a model in place with `torch.compile`. A model that is already compiled is left as it is.
 
         Of a Trainer's task, each submodule is compiled instead of the step methods, so that logging causes no graph
         breaks.
@@ -65,7 +65,7 @@ class Compilation:
             module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to compile separately: a model's repeated blocks, or else the whole model."""
+        """Return the modules to compile separately: the model's repeated blocks, or the whole model if it has none."""
         blocks = repeated_blocks(model)
         if blocks:
             return blocks

@@ -24,7 +24,7 @@ PAYS = 1.1
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a script's settings that `drivetrain tune` tries, such as more workers for a data loader.
+    """One change that `drivetrain tune` tries on a training script, such as more data loader workers.
 
     Attributes:
         text: The change as Python code.

@@ -62,7 +62,7 @@ class Ending:
 
 
 class LocalRanks:
-    """Processes that run the ranks of this machine, from their start to their end or restart.
+    """Processes that run this machine's ranks, with methods to watch, signal and end them.
 
     All methods identify a process by its local rank.
     """
@@ -149,7 +149,7 @@ class LocalRanks:
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank raised an exception or was killed by another signal than `number`."""
+        """Return True if a rank has raised an exception or was killed by a signal other than `number`."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
@@ -188,7 +188,7 @@ class LocalRanks:
         return failures
 
     def was_preempted(self) -> bool:
-        """Return True if the first rank to fail exited because of a preemption, after it had saved its state."""
+        """Return True if the ranks have ended because of a preemption and have saved a state to resume from."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
@@ -207,7 +207,7 @@ class LocalRanks:
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
-        """Terminate processes with SIGTERM, and kill those that still run after `patience` seconds.
+        """Stop ranks with SIGTERM, and kill those that are still running after `patience` seconds.
 
         A process that waits in a collective does not react to SIGTERM.
         """
@@ -304,7 +304,7 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
 
 
 class Peers:
-    """Connection to the launchers on the other machines of a run, through a key-value store.
+    """Connection to the launchers on a run's other machines, to exchange failures and signs of life.
 
     Each start of the ranks uses its own keys. With a single machine, all methods return at once. The same happens after
     the machine that serves the store has exited.
@@ -393,7 +393,7 @@ class Peers:
         return True
 
     def lost(self) -> list[int]:
-        """Return the indices of machines whose last heartbeat is more than `LOST_AFTER` seconds old."""
+        """Return the indices of machines whose launcher has sent no heartbeat for more than `LOST_AFTER` seconds."""
         now = time.monotonic()
         try:
             # Compare counters and use only this machine's clock, because clocks differ between machines.
@@ -470,7 +470,7 @@ _LOST = "The other ranks continue: it was processing items of a work queue, and 
 
 
 class RankAgent(LocalElasticAgent):
-    """Torch elastic agent that starts, monitors and terminates the ranks of one machine."""
+    """Agent of torch elastic that starts, watches, restarts and ends the ranks of one machine."""
 
     def __init__(
         self,
@@ -742,7 +742,7 @@ class RankAgent(LocalElasticAgent):
     # Signals
 
     def _take_signals(self, before: dict[signal.Signals, Any]) -> None:
-        """Install signal handlers that forward signals to the ranks, in place of torch's handlers.
+        """Install signal handlers that forward signals to the ranks, in place of those that torch installs.
 
         Torch's handlers raise an exception at an arbitrary point of the program.
 
@@ -755,7 +755,7 @@ class RankAgent(LocalElasticAgent):
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal to forward at the next poll. A repeated Ctrl-C or SIGTERM kills the ranks at once."""
+        """Signal handler that records a signal, to be forwarded to the ranks soon. A second one kills the ranks."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))

@@ -49,7 +49,7 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Number of processes, kind of device and environment variables for a launch on this machine.
+    """What a launch starts on this machine: number of processes, kind of device, environment variables.
 
     Attributes:
         local_processes: Number of processes on this machine.
@@ -134,7 +134,7 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
 
 
 def _available_cores() -> int:
-    """Return the number of physical cores within this process's affinity mask and its container's quota."""
+    """Return the number of physical CPU cores that this process may use, also within a container."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -157,7 +157,7 @@ _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes, wait until they end, and return the exit code.
+    """Run a script in several processes, wait until they have ended, and return the run's exit code.
 
     The first rank that fails stops the others. Its traceback is written to stderr, once.
 
@@ -408,7 +408,7 @@ def _local_address_for(address: str) -> str | None:
 
 
 def _is_unresolved_local_address(address: str) -> bool:
-    """Return True if an address is this machine's, but torch would not recognize it by the host name.
+    """Return True if an address belongs to this machine, although torch cannot tell by the host name.
 
     On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
     """
@@ -454,7 +454,7 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Return a table row (name, value, source) for each given setting, with a note if it has no effect."""
+    """Return a table row for each launch setting: its name, value and source, and a note if it has no effect."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -469,7 +469,7 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Return a table of launch settings as text, with their values and the sources of the values.
+    """Return a text table of the launch settings, their values, and where each value comes from.
 
     It lists all top-level settings, and of groups such as `fsdp_config` only the settings that were given.
     """
@@ -500,7 +500,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Return a description of what a launch would start: processes, devices, settings and variables."""
+    """Return a text that describes what a launch would start, for `drivetrain launch --dry_run`."""
     plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines
@@ -564,7 +564,7 @@ _PROGRAMS = ("mpirun", "mpiexec")
 
 
 def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes started by mpirun. Returns mpirun's exit code.
+    """Run a script in several processes that mpirun starts. Returns mpirun's exit code.
 
     Each process reads its rank from MPI's environment variables.
     """

@@ -37,7 +37,7 @@ _MOST_LINES = 12
 
 
 class NotebookError(LaunchError):
-    """Raised by `notebook_launcher` if a process fails. A notebook shows at most 12 lines of the message."""
+    """Raised if a process of `notebook_launcher` fails. Its message is short enough to read in a notebook."""
 
     def _render_traceback_(self) -> list[str]:
         lines = str(self).splitlines()
@@ -187,7 +187,7 @@ def launch_on_xla(
     mixed_precision: str,
     num_nodes: int,
 ) -> None:
-    """Run a function on the XLA devices of this machine, in one process for all or one per device.
+    """Run a function on the TPU or other XLA devices of this machine, in one or several forked processes.
 
     torch_xla forks the processes and assigns their devices. Objects in `args`, such as a model, are shared with them
     until they change them (copy on write).
@@ -250,12 +250,12 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Raised in a child process to stop the import of a script where the script starts processes."""
+    """Raised in a child process that imports the user's script, where the script would start processes again."""
 
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """File and module name of the running script, with which a child process imports the script again.
+    """Location of the running script, from which a child process can import the script again.
 
     Attributes:
         path: Path of the file.
@@ -280,7 +280,7 @@ class ScriptMain:
         return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
 
     def load(self) -> None:
-        """Import the script as the `__main__` module of this child process.
+        """Import the user's script in this child process, as its `__main__` module.
 
         Its `__name__` is `"__mp_main__"`, so that `if __name__ == "__main__"` does not run. The import stops at the
         call that would start processes again.
@@ -339,7 +339,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised after Ctrl-C, once all child processes have ended in an orderly way.
+    """Raised after Ctrl-C if all processes have nevertheless ended in order and returned a value.
 
     Attributes:
         value: Return value of the function in the first process.
@@ -515,7 +515,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures of processes that have ended. Call this before the others are terminated."""
+        """Return the failures of processes that have ended. Called before the others are stopped, as these then fail."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
@@ -580,7 +580,7 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent process to end, then exit this process. Runs in a thread of its own."""
+    """Exit this process as soon as its parent process has ended. Runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -683,7 +683,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Run a function in several processes on this machine. Returns the first process's value.
+    """Call a function in several new processes on this machine. Returns what the first process's call returns.
 
     The processes exit if this process exits.
 

@@ -13,7 +13,7 @@ from drivetrain.runtime.errors import LaunchError
 
 
 def already_launched() -> bool:
-    """Return True if a launcher, such as `drivetrain launch` or torchrun, started this process."""
+    """Return True if this process was started by a launcher such as `drivetrain launch` or torchrun."""
     return ProcessEnvironment.detect().is_launched
 
 

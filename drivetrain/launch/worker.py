@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script given on the command line as the main program, and return its exit code."""
+    """Run the script named on the command line in this process. Returns the exit code. Entry point of each rank."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
     # Registered before the script registers its exit handlers, so it runs after all of them.
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run_script(path: str) -> None:
-    """Run a file as `__main__`, like `python path`.
+    """Run a Python file as `__main__`, as `python path` does.
 
     Unlike with `runpy`, the module stays in `sys.modules` afterwards, so that threads, exit handlers and their child
     processes still find the right `__main__`.
@@ -136,7 +136,7 @@ def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> Non
 
 
 def _traceback(error: BaseException) -> str:
-    """Format an exception's traceback as Python does, starting at the first frame of the user's script."""
+    """Return an exception's traceback as text, without the frames of drivetrain that started the script."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -146,7 +146,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _free_frames(error: BaseException) -> None:
-    """Free objects that an exception's traceback keeps alive, such as models on the device.
+    """Free what the traceback of an exception keeps alive, such as models in the device's memory.
 
     Sets `sys.last_value` first, from which exit handlers detect a failed script.
     """
@@ -189,7 +189,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to kill this process if the launcher dies, so that no orphaned rank occupies a device.
+    """Ask Linux to kill this process when the launcher dies, so that it does not go on occupying a device.
 
     The launcher starts ranks in sessions of their own, so no terminal signal would end them.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device and return it. Its parameters stay the same objects, so optimizers remain valid."""
+    """Move a model to a device and return it. Optimizers stay valid, as the parameters stay the same objects."""
     # Some backends replace parameters in `Module.to`. An empty parameter shows what this backend does.
     probe = nn.ParameterList([nn.Parameter(torch.empty(0))])
     before = probe[0]
@@ -41,7 +41,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 def move_in_place(
     model: nn.Module, device: torch.device, placed: Callable[[str, nn.Parameter], None] | None = None
 ) -> nn.Module:
-    """Move a model's parameters and buffers to a device, keeping the parameter objects, and return the model.
+    """Move a model to a device without replacing its parameter objects, and return the model.
 
     On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
     earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
@@ -265,7 +265,7 @@ class Gradients:
         _refuse_old_names(cls, _OLD_GRADIENTS)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes do not reduce gradients across processes.
+        """Return a context in which backward passes leave gradients unreduced, to accumulate them on each process.
 
         Used for all but the last micro-batch of a gradient accumulation window.
 
@@ -308,7 +308,7 @@ class Gradients:
         scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor, bound)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the parameters' gradients to a total norm of at most `max_norm`, taken over all shards.
+        """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping.
 
         Args:
             parameters: Parameters whose gradients are scaled in place.
@@ -341,7 +341,7 @@ def scale_tensors(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average parameter gradients over all processes, counting a missing gradient as zero. A collective call.
+    """Average gradients over all processes. A missing gradient counts as zero. All processes must call this.
 
     A parameter without a gradient on every process is left without one.
     """
@@ -356,7 +356,7 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's local shard of a DTensor, or the tensor itself if it is not sharded."""
+    """Return this process's shard of a DTensor, or a plain tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     local: torch.Tensor = tensor if to_local is None else to_local()
     return local
@@ -406,7 +406,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer state dict that refers to parameters by name, as `named_optimizer_state` returns it."""
+    """Load an optimizer state dict in which parameters are referred to by name, as checkpoints store it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
@@ -558,7 +558,7 @@ class ModelState:
         return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a model's state dict, which may have been saved under any strategy.
+        """Load a full or sharded state dict into a model, whatever strategy has saved it.
 
         Args:
             model: The model that `prepare` returned.
@@ -571,7 +571,7 @@ class ModelState:
         return self.strategy.unwrap(model).load_state_dict(state, strict=strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load an optimizer's state by parameter name, which may have been saved under any strategy.
+        """Load optimizer state by parameter name, whatever strategy has saved it.
 
         Args:
             model: The model that `prepare` returned.
@@ -581,7 +581,7 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return a model's parameters, or this process's shards of them, by name. Writing to them changes the model.
+        """Return the parameters or shards that this process holds, by name. Changes to them change the model.
 
         Parameters gathered for a forward pass are freed first, so that the next forward pass uses the written values.
         Call it again after `requires_grad` has changed on any parameter.
@@ -631,7 +631,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run that a strategy checks, since it may not support them or may set them itself.
+    """Settings of a run, given to the strategy, which raises an error for those that it does not support.
 
     Attributes:
         precision: The numeric precision.
@@ -648,7 +648,7 @@ class RunOptions:
 
 
 class SplitsSequences:
-    """Mixin for strategies that split each sequence over several processes, known as context parallelism."""
+    """Mixin for strategies with context parallelism, which split each sequence over several processes."""
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
@@ -667,7 +667,7 @@ class JoinsUnevenInputs:
     """Mixin for strategies that can train on while some processes have already run out of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which some processes may run out of batches before others without a deadlock.
+        """Return a context in which processes may have different numbers of batches without waiting forever.
 
         Args:
             models: The models that `prepare` returned.
@@ -676,7 +676,7 @@ class JoinsUnevenInputs:
 
 
 class PlacesBatches:
-    """Mixin for strategies that move batches to devices in their own way, for example sharded over devices.
+    """Mixin for strategies that move batches to devices themselves, for example split over several devices.
 
     Attributes:
         batch_placement: The object that transfers batches.
@@ -714,7 +714,7 @@ _OF_FEW: dict[str, type] = {
 
 
 class Strategy(ABC):
-    """Base class for strategies, which place a model on processes and devices and run its optimizer steps.
+    """Base class for strategies, which decide how a model is distributed over processes and how gradients are reduced.
 
     The base class runs one model on one device, without communication between processes. A subclass overrides the steps
     that differ, such as `prepare`, `view` or `optimizer_step`. Register it under a name with `register_strategy`.
@@ -765,7 +765,7 @@ class Strategy(ABC):
         self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
-        """Check the settings of a run, and raise if the strategy does not support one of them.
+        """Raise an error if the strategy does not support a setting of the run, such as gradient clipping.
 
         Called after `setup` and before a model is prepared.
 
@@ -779,13 +779,13 @@ class Strategy(ABC):
     # Model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for constructing the model, for example on the meta device."""
+        """Return a context manager in which to construct the model, for example on the meta device."""
         return nullcontext()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Move a model to the device, convert it to the precision's dtype, and wrap it if the strategy needs to.
+        """Prepare a model and its optimizers: move, convert and shard or wrap the model as the strategy requires.
 
         Args:
             model: The user's model.
@@ -804,7 +804,7 @@ class Strategy(ABC):
         return placed, list(optimizers or ())
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module without the wrappers that `prepare` added.
+        """Return the user's module from a prepared model, without the wrappers that `prepare` has added.
 
         Args:
             model: The model that `prepare` returned.
@@ -867,7 +867,7 @@ class Strategy(ABC):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer. Return False if the precision skipped the step because gradients overflowed.
+        """Run an optimizer's step. Return False if it was skipped because gradients overflowed in low precision.
 
         Args:
             optimizer: The optimizer.
@@ -887,7 +887,7 @@ class Strategy(ABC):
 
 
 class OptimizerProxy(Optimizer):
-    """Base class for optimizer wrappers, which use the parameter groups and state of the wrapped optimizer.
+    """Base class for wrappers around an optimizer, whose parameter groups and state they share.
 
     A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
@@ -938,7 +938,7 @@ class Configured(Strategy):
     """
 
     def add_configuration(self, name: str, other: Strategy) -> None:
-        """Add a named configuration, which `select_configuration` can select by name.
+        """Add a set of options under a name, by which `select_configuration` can select it.
 
         Args:
             name: The name for `select_configuration`.
@@ -962,7 +962,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return the value of the `mixed_precision` argument that stands for a precision, such as `"bf16"`."""
+        """Return the name of a precision as the `mixed_precision` argument accepts it, such as `"bf16"`."""
         raise NotImplementedError
 
 
@@ -1007,7 +1007,7 @@ class ReducingWrapper(nn.Module):
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return `torch.inference_mode()` for an evaluation if requested and supported, else `torch.no_grad()`.
+    """Return the context for an evaluation: `torch.inference_mode()` if requested and supported, else `no_grad()`.
 
     Strategies that assemble the model from parts need `no_grad`. Inference tensors cannot be gathered or passed
     between pipeline stages.
@@ -1031,7 +1031,7 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a zero loss for a task that skips a batch, so that all processes still reduce gradients.
+    """Return a loss of zero for a skipped batch, so that the process still joins the gradient reduction.
 
     Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """

@@ -19,7 +19,7 @@ from drivetrain.strategies.ddp import DDP
 
 
 class Single(Strategy):
-    """Strategy for one process on one device, without communication."""
+    """Strategy for training in one process on one device, without any communication."""
 
     name = "single"
     repeats_steps = True
@@ -77,7 +77,7 @@ _NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bool = False) -> None:
-    """Register a strategy under a name, for use as `Trainer(strategy=name)`.
+    """Register a strategy of your own under a name, which `Trainer(strategy=name)` then accepts.
 
     Args:
         name: The name.
@@ -117,7 +117,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Return the class of a built-in strategy by name. Its module is imported on first use."""
+    """Return the class of a built-in strategy by its name. Imports the strategy's module only at this point."""
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
@@ -153,7 +153,7 @@ def available_strategies() -> list[str]:
 
 
 def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKind | None = None) -> Strategy:
-    """Return the strategy for a name. A `Strategy` object is returned unchanged.
+    """Return the strategy that a name such as `"fsdp"` stands for. A `Strategy` object is returned unchanged.
 
     Args:
         spec: A registered name, a `Strategy`, or `"auto"`, which selects `"ddp"` for several processes and `"single"`
@@ -228,7 +228,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """Return this process's index along a named dimension of the strategy's device mesh.
+    """Return this process's index along one dimension of the device mesh, such as `dp_replicate`.
 
     Without a mesh, all processes lie along `dp_replicate`, and the index in other dimensions is 0.
     """

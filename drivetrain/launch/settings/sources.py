@@ -25,7 +25,7 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the launch settings that are set in environment variables, by name.
+    """Return the launch settings that are given in environment variables, by name of the setting.
 
     Variables of the other launcher (`ACCELERATE_*`) are read as well.
     """
@@ -124,7 +124,7 @@ KEYS = (*_TOP_KEYS, *GROUPS, *_OLD_GROUPS, _TYPE.name, _PLACE.name, _FP16.name, 
 
 
 def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the path of the user's configuration file, whether or not the file exists.
+    """Return where the user's configuration file is expected. It need not exist.
 
     The variable `DRIVETRAIN_CONFIG_FILE` names it. The default is in `~/.config`.
     """
@@ -154,7 +154,7 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Converter of a configuration file's keys to launch settings.
+    """Converter from the keys of a configuration file to launch settings.
 
     Attributes:
         found: Values by name of the setting.
@@ -342,7 +342,7 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """Collect launch settings from flags, environment variables, a SLURM job and a configuration file.
+    """Collect the launch settings from all sources: flags, environment variables, SLURM, configuration file.
 
     The first of these sources that has a setting wins.
 
@@ -392,7 +392,7 @@ def collect(
 
 
 def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the path of the configuration file to use, or None if there is none.
+    """Return the path of the configuration file: the named one, else the user's own. None if there is no file.
 
     A file that a flag or `DRIVETRAIN_CONFIG_FILE` names is returned even if it does not exist. Reading it then reports
     the error.

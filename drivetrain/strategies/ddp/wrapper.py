@@ -152,7 +152,7 @@ _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
-    """Torch's DDP module, extended to follow changes of `requires_grad` and to name parameters in errors.
+    """Torch's DDP module, which can also handle parameters that are frozen or unfrozen during training.
 
     Torch reduces the parameters that required gradients at construction, and ignores later changes. This class rebuilds
     the reducer if other parameters require gradients.
@@ -183,7 +183,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
-        """Rebuild DDP's gradient reducer if the trainable parameters have changed. Return False if there are none.
+        """Rebuild DDP's gradient reducer if parameters were frozen or unfrozen. Returns False if all are frozen.
 
         With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
         """
@@ -232,7 +232,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._ends_search, self._watches = ends, True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook, which stays registered when the gradient reducer is rebuilt."""
+        """Register a DDP communication hook. It stays registered if the gradient reducer is built again."""
         super().register_comm_hook(state, hook)
         self._hook = (state, hook)
 
@@ -389,7 +389,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return [*self.reduced, *(named[each] for each in (*ignored, *left_out) if each in named)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and parameters of the user's module, without the prefixes of wrappers."""
+        """Return the parameters of the user's module with their names, without prefixes of wrappers."""
         module: nn.Module = self.module
         return list((module.task if isinstance(module, StepModule) else module).named_parameters())
 
@@ -440,7 +440,7 @@ _ADVICE = {
 
 
 class DriftCheck:
-    """Periodic comparison of parameters and gradients between processes, in every `every`-th optimizer step.
+    """Check before every n-th optimizer step that all processes have equal parameters and gradients.
 
     The first step is checked, too. The norm and the sum of each tensor are compared with one all-reduce.
     """
@@ -574,7 +574,7 @@ class Copies:
         return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare the gradients and parameters that an optimizer steps between processes. Raise if any differ.
+        """Raise if the parameters of an optimizer or their gradients differ between processes.
 
         A collective call.
         """
@@ -592,7 +592,7 @@ class Copies:
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Raise if a DDP module's parameters differ between processes, before a checkpoint is saved.
+        """Raise if a model's parameters differ between processes. Called before a checkpoint is saved.
 
         A collective call.
         """

@@ -22,7 +22,7 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Return a context in which new modules have parameters on the meta device, but buffers with values.
+    """Return a context in which new modules have no memory for parameters (meta device), but real buffers.
 
     Buffers are small, and tables computed in a constructor could not be recomputed.
     """
@@ -42,7 +42,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter without values, on the meta device."""
+    """Return a parameter of the same shape on the meta device, where it uses no memory."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
@@ -73,7 +73,7 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Loader that fills a sharded model with rank 0's values, one parameter at a time.
+    """Loader that fills a sharded model with values from rank 0, one parameter at a time to save memory.
 
     Other processes hold at most one full parameter at a time.
     """
@@ -147,7 +147,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise if a module has parameters but no method to initialize them, such as `reset_parameters`."""
+    """Raise if a module with parameters cannot initialize them, as it has no method like `reset_parameters`."""
     unknown = sorted(
         {
             type(module).__name__
@@ -202,7 +202,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Load weights from safetensors files or a checkpoint into a model. Each process reads only its shards."""
+    """Load weights from safetensors files or a checkpoint into a sharded model. Each process reads only its part."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):

@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """Validated arguments of the `FSDP` strategy, whose docstring explains each of them."""
+    """The arguments of the `FSDP` strategy after validation. They are explained in the docstring of `FSDP`."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -89,7 +89,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the options that differ from their defaults as Python arguments, for the strategy's `repr`."""
+        """Return the options that differ from their defaults, as Python source, for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -101,7 +101,7 @@ class FSDPOptions:
 
 
 class GradientAveraging:
-    """Autograd hooks that average gradients over all processes, for parameters that FSDP does not shard.
+    """Hooks that average gradients over all processes for the few parameters that FSDP does not shard.
 
     Attributes:
         enabled: True if backward averages gradients, False within an accumulation window.
@@ -148,7 +148,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Construction and sharding of models with the options of the `FSDP` strategy.
+    """Object that shards models with the options of the `FSDP` strategy.
 
     Attributes:
         options: The arguments of `FSDP`.
@@ -294,7 +294,7 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules of a model that FSDP gathers and frees as one unit each."""
+        """Return the submodules that FSDP gathers and frees separately, as the option `wrap` selects them."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -379,7 +379,7 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return the policy for `fully_shard` with the dtypes of gathered parameters and reduced gradients.
+        """Return FSDP's policy with the dtypes in which parameters are gathered and gradients are reduced.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -460,7 +460,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """Callable that returns FSDP's device mesh, created on first use: (shard,) or (replicate, shard)."""
+    """Device mesh of FSDP with the dimensions (shard,) or (replicate, shard), which is created on first use."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size

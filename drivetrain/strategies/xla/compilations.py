@@ -23,7 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counter of the graphs that XLA compiles in training and evaluation, which warns if XLA keeps recompiling.
+    """Counter of XLA's compilations during training and evaluation, which warns if they do not stop.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -44,12 +44,12 @@ class Compilations:
 
     @property
     def total(self) -> int:
-        """Number of graphs that XLA has compiled in this process since its start."""
+        """Number of graphs that XLA has compiled since this process started."""
         return int(self._metrics.counter_value("UncachedCompile") or 0)
 
     @property
     def count(self) -> int:
-        """Number of graphs compiled since the counter was created."""
+        """Number of graphs that XLA has compiled since this counter was created."""
         return self.total - self._started
 
     @property
@@ -60,11 +60,11 @@ class Compilations:
         return data[1] / 1e9 if data else 0.0
 
     def record_batch(self, batch: Any) -> None:
-        """Store the shapes of a batch's tensors, so that a warning about recompilation can name changed shapes."""
+        """Remember the shapes of a batch's tensors, to name the changing ones if XLA compiles again and again."""
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step, and warn if XLA compiled a graph in several of the last steps."""
+        """Count an optimizer step. Warn if XLA still had to compile in several of the last steps."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)

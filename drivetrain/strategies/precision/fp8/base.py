@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class FP8Backend(ABC):
-    """Base class for adapters to packages that compute a model's linear layers in float8.
+    """Base class for adapters to packages that compute linear layers in float8, such as torchao.
 
     Attributes:
         name: Name for `FP8(backend=name)`.
@@ -44,14 +44,14 @@ class FP8Backend(ABC):
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Prepare an optimizer for float8 models before its first step, and return the optimizer to step."""
+        """Adapt an optimizer to float8 models before its first step, and return the optimizer to use instead."""
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Update what depends on the weights' values, such as float8 scales, after an optimizer step."""
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return the float8 scaling state of the models for a checkpoint, such as the largest values of past steps."""
+        """Return the models' float8 scales and related state for a checkpoint."""
         return {}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class FP8Backend(ABC):
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """Return the allowed value that matches a given name, ignoring case. Raise a `ConfigurationError` if none does."""
+    """Return the allowed value that equals a given name, ignoring case. Raises a `ConfigurationError` if none does."""
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
@@ -89,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """A model's linear layers by name, divided into layers to convert to float8 and layers to leave unchanged.
+    """A model's linear layers by name: those to convert to float8, and those that keep their precision.
 
     Attributes:
         converted: Layers to convert to float8.
@@ -143,13 +143,13 @@ def _computes_by_itself(layer: nn.Linear) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Return names as comma-separated text for a message. A long list is cut, and the remaining names are counted."""
+    """Join names with commas for an error message. A long list is shortened to its first names and a count."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace modules wherever a model registers them. The new modules take over parameters and hooks.
+    """Replace submodules of a model by others, which take over the old modules' parameters and hooks.
 
     A replacement shares the dicts of parameters and hooks with the old module. Optimizers, sharding and hook handles
     that were created for the old module therefore stay valid.

@@ -22,7 +22,7 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """Float8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
+    """FP8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
 
     It runs on NVIDIA GPUs of the Ada generation or newer.
     """
@@ -167,7 +167,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """Return a module's float8 scales and their histories on the CPU. Empty before the first forward pass."""
+    """Return a layer's float8 scales and the history that they follow from. Empty before the first forward pass."""
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 
