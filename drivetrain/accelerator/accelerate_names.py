@@ -360,7 +360,7 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
 
 
 class FP8Handler:
-    """Base class of FP8 recipes, which are passed in `Accelerator(kwargs_handlers=[...])`."""
+    """Base class of FP8 recipes, one of which can be passed in `Accelerator(kwargs_handlers=[...])`."""
 
     def precision(self) -> FP8:
         """Return the `FP8` precision that has the options of this recipe.
@@ -582,7 +582,7 @@ class ProfileKwargs:
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        """Return a `torch.profiler.profile` with these options.
+        """Return a new `torch.profiler.profile` with these options.
 
         Raises:
             ConfigurationError: An activity is unknown.

@@ -105,7 +105,7 @@ class Collectives:
         *,
         loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
-        """Gather per-sample values of the current batch from all processes, without duplicated padding rows.
+        """Gather values of the current batch's samples, such as predictions, without samples that only fill the batch.
 
         A tensor counts as per-sample if its first dimension is the batch size. Other tensors are gathered completely.
 
@@ -175,7 +175,7 @@ class ProcessControl:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of distributed setup, such as one process, several GPUs or DeepSpeed."""
+        """How the run is distributed, for example over several GPUs or by DeepSpeed."""
         return self.state.distributed_type
 
     @property
@@ -243,7 +243,7 @@ class ProcessControl:
         return self.state.split_between_processes(inputs, apply_padding, dynamic)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it."""
+        """Decorate a function so that only the main process, rank 0, runs it."""
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -425,7 +425,7 @@ class EngineStatus:
 
     @property
     def device_placement(self) -> bool:
-        """True if models and batches are moved to the device automatically."""
+        """True if `prepare` moves models and batches to the device."""
         return self.preparation.options.device_placement
 
     @device_placement.setter
@@ -496,7 +496,7 @@ class EngineStatus:
 
     @property
     def non_blocking(self) -> bool:
-        """True if batches are copied to the device asynchronously."""
+        """True if batches are copied to the device asynchronously, while the host continues."""
         return self.preparation.options.dataloader_config.non_blocking
 
     @property
@@ -773,7 +773,7 @@ class ModelHandling:
         return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's full state dict with tensors on the CPU. All processes must call this method.
+        """Return a prepared model's full state dict with tensors on the CPU. All processes must call this method.
 
         Args:
             model: A prepared model.

@@ -23,7 +23,7 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather per-sample values from all processes, without the values of padding rows.
+    """Gather values of the current batch's samples from all processes, without the samples that only fill it.
 
     Args:
         data: Tensors or Python objects, possibly nested, computed from the current batch.

@@ -107,7 +107,7 @@ class SavedEngine:
         return {**described, **found, **({"engine": engine} if "engine" in described else {})}, own
 
     def refuse_weights_only(self) -> None:
-        """Raise an error if the checkpoint holds only weights, so that training cannot resume from it."""
+        """Raise an error if the checkpoint holds weights but no optimizer state, so that training cannot resume."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
                 f"{self.directory} contains weights only, so training cannot resume from it. Load the weights with "
@@ -174,7 +174,7 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Load the checkpoint's weights into the given models. None loads them into all prepared models."""
+        """Load the checkpoint's weights into the given models. With `models=None`, load all prepared models."""
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -191,7 +191,7 @@ class SavedEngine:
                 )
 
     def restore_optimizers(self) -> None:
-        """Load the checkpoint's optimizer states into the prepared optimizers."""
+        """Load the optimizer states of the checkpoint into the prepared optimizers."""
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
@@ -210,17 +210,17 @@ class SavedEngine:
         self.engine[kind] = in_schema(found)["engine"][kind]
 
     def restore_schedulers(self) -> None:
-        """Load the checkpoint's scheduler states into the prepared learning-rate schedulers."""
+        """Load the learning-rate scheduler states of the checkpoint into the prepared schedulers."""
         for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
     def restore_registered(self) -> None:
-        """Load the checkpoint's states into the objects that were registered for checkpointing."""
+        """Load the checkpoint's states into the objects that the user has registered for checkpointing."""
         for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
             item.load_state_dict(state)
 
     def restore_precision(self) -> None:
-        """Load the checkpoint's precision state, such as the loss scale of fp16."""
+        """Load the checkpoint's state of the numeric precision, such as the loss scale of fp16."""
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
@@ -250,7 +250,7 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Set the random generators to the state that the checkpoint stores for this process, if any."""
+        """Set the random number generators to their states in the checkpoint, if it has any for this process."""
         restore_random(self.random)
 
 
@@ -276,7 +276,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """Naming of checkpoints as `checkpoints/checkpoint_<n>` in the project directory, and their rotation."""
+    """Numbered checkpoints, `checkpoints/checkpoint_<n>`. The oldest are removed if there are too many."""
 
     configuration: ProjectConfiguration
     state: PartialState
@@ -287,7 +287,7 @@ class NumberedCheckpoints:
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the directory for the next numbered checkpoint. Raises an error if that directory exists."""
+        """Return the folder for the next numbered checkpoint. Raises an error if the folder exists already."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -297,7 +297,7 @@ class NumberedCheckpoints:
         return self._path(number)
 
     def latest(self) -> Path:
-        """Return the directory of the checkpoint with the highest number."""
+        """Return the folder of the checkpoint with the highest number."""
         numbers = self._from_main_process()
         if not numbers:
             raise CheckpointError(
@@ -326,7 +326,7 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Set the next checkpoint's number to follow that of the loaded checkpoint.
+        """Continue the numbering of checkpoints after the number of a loaded checkpoint.
 
         No effect if the loaded checkpoint is not one of this project's numbered checkpoints.
         """
@@ -380,7 +380,7 @@ class Moment:
 
 
 class RunState:
-    """Writer and reader of a run's checkpoints, used by both `Accelerator` and `Trainer`.
+    """Object that writes and reads the checkpoints of a run, for `Accelerator` and `Trainer`.
 
     The states of prepared objects have the same layout for every training loop (see `drivetrain.checkpoint.manifest`).
     A training loop such as the Trainer's adds named entries, shared and per process. Entries that the next training
@@ -414,7 +414,7 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Register objects for checkpointing. Each needs `state_dict()` and `load_state_dict(state)`."""
+        """Add objects with `state_dict()` and `load_state_dict(state)` to those that checkpoints contain."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -480,7 +480,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint, and return an object to wait for its completion. All processes must call this."""
+        """Write a checkpoint, possibly in the background. Returns an object to wait for. Call it on all processes."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -506,7 +506,7 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Run the user's pre-save hooks, then write a checkpoint. Returns the checkpoint's directory.
+        """Call the user's hooks, then save a checkpoint. Returns the checkpoint's folder.
 
         See `Accelerator.save_state`.
         """
@@ -573,7 +573,7 @@ class RunState:
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Run the user's pre-load hooks, then restore all prepared and registered objects from a checkpoint.
+        """Call the user's hooks, then restore all prepared and registered objects from a checkpoint.
 
         See `Accelerator.load_state`.
         """
@@ -606,5 +606,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise an error if a checkpoint cannot store a state, such as one with objects of unknown classes."""
+    """Raise an error if a state dict contains objects that a checkpoint cannot store, such as of unknown classes."""
     pack({name: state})

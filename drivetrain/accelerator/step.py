@@ -190,7 +190,7 @@ class StepHooks:
 
 
 class OptimizerStep:
-    """Backward pass, gradient clipping and optimizer step for all prepared models and optimizers.
+    """Engine that runs backward pass, gradient clipping and optimizer step for all prepared optimizers.
 
     A plain loop runs the parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared
     optimizer. The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
@@ -350,7 +350,7 @@ class OptimizerStep:
             self._hooks.clip(optimizer)
 
     def step_all(self) -> bool:
-        """Step all optimizers. Returns False if a hook or a gradient overflow caused a step to be skipped."""
+        """Step all optimizers. Returns False if a step was skipped, because of an overflow or a hook."""
         if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
@@ -455,7 +455,7 @@ class OptimizerStep:
             self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Compute gradients and update parameters in one pass, for optimizers that fuse both, such as LOMO."""
+        """Run backward and update the weights in one pass, with optimizers that support it, such as LOMO."""
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
@@ -473,14 +473,14 @@ class OptimizerStep:
             yield
 
     def unscale(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
-        """Divide the gradients of the given optimizers by the loss scale. None unscales all optimizers."""
+        """Undo the loss scaling in the gradients of the given optimizers, or of all optimizers for None."""
         self.finish_gradients()
         chosen = self._prepared.optimizers if optimizers is None else optimizers
         for optimizer in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients to a total norm before the optimizer step, and return the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`. Returns the norm before clipping.
 
         While gradients still accumulate, nothing is clipped, and the norm of this process's gradients so far is
         returned.

@@ -65,7 +65,7 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a configuration from FSDP 1 to FSDP 2. Returns it with a list of descriptions of the changes.
+    """Convert a configuration dict from FSDP 1 to FSDP 2. Returns it, and a list of the changes for the user.
 
     Args:
         config: The contents of a configuration file, with an `fsdp_config` of version 1.

@@ -515,7 +515,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures of processes that have ended. Called before the others are stopped, as these then fail."""
+        """Return the failures of ended processes. Called before the others are stopped, as these then fail too."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):

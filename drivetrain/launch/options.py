@@ -89,7 +89,7 @@ def _option(section: str, help: str, kind: str = "text", default: Any = None, **
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of a launch, such as the number of processes and machines, the devices and the precision.
+    """Options of `drivetrain launch`, such as the number of processes, the devices and the precision.
 
     Each argument equals the flag of `drivetrain launch` with the same name. `module`, `stand_in` and `tee` are the
     flags `-m`, `--as` and `-t`. Groups of settings, such as `fsdp_config`, are dicts with the keys of a configuration
@@ -337,7 +337,7 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Create launch options from several dicts, such as command-line flags and a configuration file.
+        """Create launch options from several dicts, such as flags and a file. The first that has an option wins.
 
         Args:
             sources: Dicts from option to value. If several dicts have an option, the first one wins. None means not
@@ -386,7 +386,7 @@ class LaunchOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that pass the options to the processes, equal on every machine."""
+        """Environment variables by which the launcher passes its options to the processes of the run."""
         variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
         if self.debug:
             variables["DRIVETRAIN_DEBUG"] = "1"
@@ -435,7 +435,7 @@ class LaunchOptions:
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds without progress after which a run counts as hanging, or None for the default.
+        """Time in seconds without progress after which the run is stopped as hanging. None uses the default.
 
         Taken from `hang_timeout`, or else from the environment.
 
@@ -457,13 +457,13 @@ class LaunchOptions:
 
     @property
     def rendezvous_settings(self) -> dict[str, str]:
-        """The settings in `rdzv_conf`, such as `timeout`, as a dict."""
+        """The settings for connecting the machines, such as `timeout`, as a dict. Parsed from `rdzv_conf`."""
         pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
     def device_ids(self) -> tuple[str, ...] | None:
-        """The ids of the devices to use on this machine, or None to use all devices."""
+        """The ids of the devices that the run may use on this machine. None allows all."""
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
         return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," means one id

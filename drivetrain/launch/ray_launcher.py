@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """State of a rank's process, and its output since the previous report.
+    """What a Ray worker reports about its rank: whether the process runs, and its new output.
 
     Attributes:
         output: New output in order: 1 for stdout or 2 for stderr, and the bytes.
@@ -78,7 +78,7 @@ class Report:
 
 
 class Stream:
-    """Reader of a process's output pipe, which keeps lines whole so that ranks do not mix within a line."""
+    """Reader of a rank's output, which passes on whole lines so that lines of different ranks do not mix."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
@@ -115,7 +115,7 @@ class Stream:
 
 
 class RayWorker:
-    """Ray actor that runs one rank of the script as a child process on its machine.
+    """Ray actor for one rank. It runs the script in a child process on the machine where Ray has placed it.
 
     Ray executes its calls one after the other.
     """
@@ -194,7 +194,7 @@ class RayWorker:
         ranks.stop(ranks.alive(), patience)
 
     def clean_up(self) -> None:
-        """Kill the rank's process and its remaining child processes, and remove temporary files."""
+        """Kill the rank's process and its child processes, and remove its temporary files."""
         if self._ranks is not None:
             self.stop(0)
             self._ranks.end_orphans()
@@ -247,7 +247,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(options: LaunchOptions) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start one with `ray_address="local"`. Yields the `ray` module."""
+    """Return a context with a connection to a Ray cluster, which is started first with `ray_address="local"`."""
     ray = import_ray()
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -406,7 +406,7 @@ _SETTLE = 0.5  # seconds to wait for other failures, since the first detected on
 
 
 def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes on a Ray cluster. Returns the exit code.
+    """Run a script in several processes on a Ray cluster, and return the run's exit code.
 
     Each worker reserves cores and, if the cluster has GPUs, one GPU. Ranks inherit this process's working directory and
     environment, except for variables that describe this machine.
@@ -460,7 +460,7 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait for all ranks to exit, and return the first failure, or None if all succeeded.
+        """Wait until all ranks have exited. Returns the first failure, or None if all have succeeded.
 
         After a failure or a signal, the other ranks are terminated.
         """
@@ -577,7 +577,7 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
 
 
 def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """Yield the environment variables of each rank, such as `RANK`, `WORLD_SIZE` and the visible GPUs.
+    """Yield for each rank its environment variables, such as `RANK`, `WORLD_SIZE` and its visible GPUs.
 
     As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
     """
@@ -598,7 +598,7 @@ def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """Wait for the results of Ray calls and return them, or an empty list if `stopped()` is true."""
+    """Wait for the results of Ray calls, and return them. If `stopped()` becomes true, return an empty list."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []

@@ -47,7 +47,7 @@ COMPARE_CALLS = (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of one rank: its exit code, its time, and its traceback if there is one.
+    """Failure of one rank, with its exit code, its time and, if the rank recorded one, its traceback.
 
     Attributes:
         rank: Global rank.
@@ -71,7 +71,7 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """Exit code as a shell reports it: 128 plus the signal's number after a fatal signal."""
+        """Exit code in the form of a shell: 128 plus the number of a fatal signal, or the process's own code."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Contents of the file in which a rank records its failure for the launcher.
+    """What a failing rank writes to a file for the launcher: its error, time and exit code.
 
     Attributes:
         text: Traceback, or the message passed to `sys.exit`.
@@ -111,7 +111,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
 
 def read_record(path: str) -> FailureRecord | None:
-    """Read a rank's failure record, in the format of drivetrain or torch elastic. None if there is none."""
+    """Read the file in which a rank has recorded its failure. Returns None if there is no record."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -131,7 +131,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Return an error message about a rank's failure: cause, host, and traceback if there is one.
+    """Return a message for the user about a failed rank, with cause, machine and traceback.
 
     Args:
         failure: The failure.
@@ -255,7 +255,7 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse a stack trace written by `faulthandler`. Returns None if the text has no frames.
+        """Parse a stack trace in the format of Python's `faulthandler`. Returns None if it has no frames.
 
         If there are several stack traces, the last one counts.
         """
@@ -269,7 +269,7 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost frame of the user's code, or the innermost frame of all if there is no user code."""
+        """Innermost stack frame in the user's own code. Without one, the innermost frame of all."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property

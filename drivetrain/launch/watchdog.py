@@ -105,7 +105,7 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check the ranks' progress. Returns reports of all ranks if the run hangs, or else None.
+        """Check whether the ranks make progress. If the run hangs, returns a report of each rank, otherwise None.
 
         Checks at most once per second, and returns None in between.
         """
@@ -250,7 +250,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal, which would kill the process otherwise.
+    """Return True if a process handles a signal, so that sending the signal does not kill the process.
 
     Also True on systems that do not show the handlers.
     """

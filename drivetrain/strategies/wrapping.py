@@ -53,7 +53,7 @@ def _innermost_first(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return True if a module can be called. A container such as `ModuleList` cannot."""
+    """Return True if a module can be called. Containers such as `ModuleList` have no `forward`."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
@@ -70,7 +70,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model repeats, such as its transformer layers.
+    """Return the blocks of which a model has several, such as its transformer layers.
 
     A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
     submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.
@@ -120,7 +120,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return modules with at least `least` parameters, not counting parameters of selected modules inside."""
+    """Return the modules with at least `least` parameters, as units for FSDP. Inner units are not counted again."""
     if least < 1:
         raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -13,7 +13,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True)
 class Setting:
-    """Definition of one launch setting: its flag, configuration keys, variables and allowed values."""
+    """Definition of one launch setting: its flag, its keys and variables, and the values that it accepts."""
 
     name: str
     help: str
@@ -56,7 +56,7 @@ class Setting:
         return parsed
 
     def text(self, value: Any) -> str:
-        """Return a setting's value as text for an environment variable, such as `"true"` for True."""
+        """Return a setting's value as the text of an environment variable, such as `"true"` for True."""
         if isinstance(value, bool):
             return "1" if value and self.kind == "switch" else "true" if value else "false"
         if isinstance(value, list | tuple):

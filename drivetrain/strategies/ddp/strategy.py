@@ -45,7 +45,7 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a DDP gradient bucket in bfloat16, and return a future of the averaged bucket.
+    """DDP communication hook that averages a bucket of gradients in bfloat16. Returns a future of the result.
 
     Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
     """
@@ -66,7 +66,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Register a gradient compression hook on a DDP module by name, such as `"fp16"` or `"powersgd"`."""
+    """Make a DDP module compress gradients by the hook with the given name, such as `"fp16"` or `"powersgd"`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -118,7 +118,7 @@ def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a gradient bucket, compressed with PowerSGD as a single square matrix.
+    """DDP communication hook that compresses a whole bucket of gradients with PowerSGD, as one square matrix.
 
     Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function that
     orthogonalizes a batch of matrices (torch 2.13).
@@ -157,7 +157,7 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
 
 
 def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Register a function `(state, bucket) -> Future` as the communication hook of a DDP module.
+    """Register a user's function `(state, bucket) -> Future` as the communication hook of a DDP module.
 
     The lambda hides the function's annotations. Torch compares them with its classes, and under `from __future__ import
     annotations` they are strings, which never match.
@@ -166,7 +166,7 @@ def register_function_hook(model: parallel.DistributedDataParallel, hook: Callab
 
 
 class DDP(Strategy, JoinsUnevenInputs):
-    """Strategy for data parallelism: each process holds the whole model, and backward averages the gradients.
+    """Data parallelism: each process holds the whole model, and gradients are averaged during backward.
 
     Args:
         find_unused_parameters: Search each forward pass for parameters that do not contribute to the loss. After ten

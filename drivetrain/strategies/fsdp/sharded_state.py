@@ -19,7 +19,7 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 
 
 class ShardedState(ModelState):
-    """Saving and loading of the state of models and optimizers whose parameters are shards."""
+    """State dicts for checkpoints under FSDP, where each process holds a shard of each tensor."""
 
     held_as: HeldAs = "shards"
 
@@ -73,7 +73,7 @@ class ShardedState(ModelState):
             yield bare
 
     def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load weights from safetensors files or a checkpoint into a prepared model. Each process reads its shards."""
+        """Load weights from files or a checkpoint into a prepared model. Each process reads only its shards."""
         self.reshard(model)
         load_weights(self.strategy.unwrap(model), path, strict)
 

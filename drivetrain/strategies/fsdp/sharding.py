@@ -90,7 +90,7 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Make a model's normalization layers compute in float32, or only batch normalization unless `everywhere`."""
+    """Make a model's normalization layers compute in float32: all if `everywhere`, else only batch normalization."""
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -155,7 +155,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return the location of each registered parameter in a model. A tied parameter has several locations."""
+    """List where a model registers its parameters. A tied parameter is listed at each of its places."""
     return [
         Slot(module, name, parameter)
         for module in model.modules()
@@ -308,7 +308,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
 
 
 def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
-    """Return the modules of a model to which `fully_shard` was applied, possibly including the model itself."""
+    """Return the modules to which `fully_shard` was applied, including the model itself if it is one of them."""
     known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
     if known is not None:
         return known
@@ -389,7 +389,7 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Allocate uninitialized memory for all sharded parameters on the meta device."""
+    """Allocate memory for the shards of a model on the meta device, without setting their values."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.sharded_param.is_meta:
@@ -402,7 +402,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise if a sharded unit trains parameters of two dtypes, since FSDP reduces their gradients together.
+    """Raise if FSDP would reduce gradients of two dtypes together, after parameters have been unfrozen.
 
     This can happen if parameters are unfrozen after sharding.
     """
@@ -416,7 +416,7 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Raise if a unit trains parameters of several dtypes, since torch 2.13 reduces their gradients together."""
+    """Raise if parameters that FSDP gathers together are trained in several dtypes, which torch does not support."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
@@ -466,7 +466,7 @@ def discard_held_gradients(model: nn.Module) -> None:
 
 
 def take_shards_on_load(model: nn.Module) -> None:
-    """Make a sharded model's `load_state_dict` accept full tensors, of which each process loads its shard."""
+    """Make a sharded model's `load_state_dict` accept full tensors, of which each process takes its shard."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
@@ -490,7 +490,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a sharded module, sharded in the same way. Each process copies its own shards."""
+    """Return a deep copy of a sharded module. The copy is sharded alike, and each process copies its shards."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -571,7 +571,7 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
-    """Return a context in which a model holds full parameters in place of shards. A collective call.
+    """Return a context in which a model holds full parameters instead of shards. All processes must enter it.
 
     With `writeback`, changes are copied to the shards on exit. The model cannot run a forward pass within the context.
     """

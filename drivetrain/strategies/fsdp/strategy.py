@@ -41,7 +41,7 @@ from drivetrain.strategies.precision import Precision
 
 @torch.no_grad()
 def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping. A collective call.
+    """Clip gradients, sharded or not, to a total norm of at most `max_norm`. Returns the norm before clipping.
 
     Torch's own function rejects gradients on two meshes, and lists that mix plain tensors with DTensors (torch 2.13).
     This function groups gradients by mesh and placements, and combines the norms of all groups.
@@ -54,7 +54,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients as one vector, including shards on other processes. A collective call."""
+    """Return the norm of all gradients together, including shards on other processes. A collective call."""
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -70,7 +70,7 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
 
 @torch.no_grad()
 def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their total norm, given as `total`, is at most `max_norm`."""
+    """Scale gradients in place so that their total norm is at most `max_norm`. `total` is their current norm."""
     if not gradients or math.isinf(max_norm):
         return
     scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
@@ -198,14 +198,14 @@ class Placer(Protocol):
         """Hooks that average gradients of parameters that FSDP does not shard, by the model of the parameters."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for constructing a model, for example without parameter values."""
+        """Return a context manager in which to construct a model, for example without parameter values."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Prepare a model: shard it, or only move it to the device. Returns the module to call."""
 
 
 class FSDP(Strategy):
-    """Fully sharded data parallelism: torch's `fully_shard` shards parameters, gradients and optimizer state.
+    """Fully sharded data parallelism: torch's `fully_shard` divides parameters and optimizer state over processes.
 
     Args:
         wrap: Modules that are gathered and freed as one unit. `"auto"` selects the classes in `_no_split_modules`, or
@@ -299,7 +299,7 @@ class FSDP(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> FSDP:
-        """Create an FSDP strategy from the options in the `fsdp_config` section of a launcher's YAML file.
+        """Create an FSDP strategy from the section `fsdp_config` of a launcher's YAML file.
 
         Files of version 1 and of version 2 are supported.
 
@@ -398,6 +398,6 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the largest value of a scalar tensor over all processes. A collective call."""
+    """Return the largest value that a scalar tensor has on any process. All processes must call this."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest

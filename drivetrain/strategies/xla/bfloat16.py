@@ -42,7 +42,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set the environment variable that makes torch_xla round floats to bfloat16.
+        """Set the environment variable by which torch_xla rounds floats to bfloat16, before XLA starts.
 
         Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """
@@ -56,7 +56,7 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise unless the run's precision is `"bf16"`, and warn if torch_xla does not round floats as configured."""
+        """Raise unless the precision is `"bf16"`. Warn if torch_xla does not round floats as the user has chosen."""
         if self.variable is None:
             return
         if precision != "bf16":

@@ -89,7 +89,7 @@ class FP8(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8:
-        """Create an FP8 precision from the options in the `fp8_config` section of a launcher's YAML file.
+        """Create an FP8 precision from the section `fp8_config` of a launcher's YAML file.
 
         Args:
             config: The options by key, with or without the prefix `fp8_`, as in a launcher's YAML file.
@@ -237,7 +237,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `fp8_config` section of a launcher's YAML file to a dict of `FP8` arguments.
+    """Convert the section `fp8_config` of a launcher's YAML file to keyword arguments of `FP8`.
 
     Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """

@@ -27,7 +27,7 @@ _TORCHAOS_NAMES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
 class TorchAO(FP8Backend):
-    """Float8 backend that uses torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    """FP8 backend that uses torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
     Scales are computed from the current values, so there is no state to save. On devices without float8 arithmetic,
     the computation is emulated.
