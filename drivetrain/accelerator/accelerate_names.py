@@ -793,7 +793,7 @@ class TorchDynamoPlugin:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict. The backend is a lower-case string in it."""
+        """Return the fields as a dict, in which the backend is a lower-case string."""
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
         return {**vars(self), "backend": backend}
 

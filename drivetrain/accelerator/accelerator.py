@@ -105,7 +105,7 @@ class Collectives:
         *,
         loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
-        """Gather values of the current batch's samples, such as predictions, without samples that only fill the batch.
+        """Gather per-sample values, such as predictions, and drop those of samples that were repeated to fill a batch.
 
         A tensor counts as per-sample if its first dimension is the batch size. Other tensors are gathered completely.
 
@@ -516,7 +516,7 @@ class EngineStatus:
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """True if torch's `fully_shard` (FSDP 2) shards the model, which tensor parallelism can be combined with."""
+        """True if the run uses torch's `fully_shard` (FSDP 2), which tensor parallelism can be combined with."""
         return self.state.is_fsdp2
 
     @property
@@ -684,7 +684,7 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Profile the body with torch's profiler. Writes a trace for each process if `output_trace_dir` is set."""
+    """Return a context manager that profiles its body, and writes a trace file for each process on request."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler

@@ -23,7 +23,7 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather values of the current batch's samples from all processes, without the samples that only fill it.
+    """Gather per-sample values from all processes, and drop those of samples that were repeated to fill a batch.
 
     Args:
         data: Tensors or Python objects, possibly nested, computed from the current batch.

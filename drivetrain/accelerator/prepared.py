@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """Everything that a run has prepared: models, optimizers, schedulers and data loaders, in order.
+    """The objects that a run has prepared: models, optimizers, schedulers and data loaders, in order.
 
     Attributes:
         models: The modules to call, as the strategy returned them.

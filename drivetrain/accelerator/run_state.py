@@ -117,7 +117,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise a `CheckpointError` unless the checkpoint has as many models, optimizers etc. as this run.
+        """Raise a `CheckpointError` if saved models, optimizers etc. differ in number or class from this run's.
 
         Args:
             models: The models to compare. None compares all prepared models.
@@ -431,7 +431,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the state dicts of all models, optimizers etc. for a checkpoint. All processes must call this.
+        """Return the state dicts of all prepared objects for a checkpoint. All processes must call this.
 
         Args:
             weights_only: True to return only the models' weights and classes.
@@ -459,7 +459,7 @@ class RunState:
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of models, optimizers etc., to compare when a checkpoint is loaded."""
+        """Return the class names of all objects in a checkpoint, which are compared when it is loaded."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -566,7 +566,7 @@ class RunState:
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Remember checkpoint entries that this loop does not use, so that later checkpoints still contain them.
+        """Remember checkpoint entries of an earlier training loop, so that later checkpoints still contain them.
 
         An entry with the same name from the current training loop replaces the remembered one.
         """

@@ -32,7 +32,7 @@ from drivetrain.strategies.precision import Precision, overrides
 
 @dataclass(eq=False)
 class WeightedMean:
-    """Accumulation of gradients for a mean over all samples or tokens of a step, weighted by their numbers.
+    """Mean of a step's losses over all micro-batches and processes, weighted by sample or token counts.
 
     The mean over a global batch, `sum_i loss_i / sum_i weight_i`, is not the average of the micro-batches' means if
     their weights differ. This class therefore accumulates gradients of the loss sums and adds up all weights. It
@@ -304,7 +304,7 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Run a backward pass for each of several losses, which computes gradients only for the loss's parameters."""
+        """Run a backward pass for each of several losses, each only for the parameters given with this loss."""
         last = len(losses) - 1
         # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
@@ -336,7 +336,7 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Run the hooks `gradients_ready`. Return True if one returns False, which skips the optimizer step."""
+        """Call the hooks that can skip an optimizer step, and return True if one of them does."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
@@ -495,7 +495,7 @@ class OptimizerStep:
         return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to `[-clip_value, clip_value]` before an optimizer step, else do nothing."""
+        """Clamp every gradient element to `[-clip_value, clip_value]`, once all micro-batches have contributed."""
         given = self._complete(parameters)
         if given is not None:
             self._strategy.gradients.scale(given, bound=clip_value)

@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Decide the number of processes, their devices and environment variables from the options of a launch."""
+        """Return what to start on this machine for a launch: number of processes, devices, environment variables."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines

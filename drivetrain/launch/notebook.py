@@ -305,7 +305,7 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """Stop a script that starts processes while a child process imports it, so that it starts none itself.
+    """Stop the import of the user's script in a child process where the script would start processes again.
 
     No effect if no script is being imported.
     """
@@ -365,7 +365,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """Function call for a new Python process, pickled so that the process imports the running script before it."""
+    """Function call to be pickled for a new process, which imports the user's script before it unpickles the call."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -683,7 +683,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Call a function in several new processes on this machine. Returns what the first process's call returns.
+    """Call a function in several new processes on this machine. Returns the value from the first process.
 
     The processes exit if this process exits.
 

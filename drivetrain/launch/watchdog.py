@@ -170,7 +170,7 @@ class Watchdog:
         )
 
     def _waits(self, local: int, report: RankReport) -> bool:
-        """Return True if a rank surely waits for other processes, rather than computes for a long time."""
+        """Return True if a rank certainly waits for other processes, False if it may be computing."""
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
         # On accelerators, CPU time does not count, and a forward or backward may still be computing.

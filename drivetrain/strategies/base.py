@@ -182,7 +182,7 @@ class Topology:
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """This process's index among the ranks whose logged values are counted, and the number of such ranks.
+        """Pair of this process's index among the ranks whose logged values are counted, and the number of such ranks.
 
         Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
         the index of its data shard.
@@ -207,7 +207,7 @@ class Topology:
         return total
 
     def share(self, result: Any) -> Any:
-        """Return the given object of the pipeline stage that computes the loss, sent to all stages of the model."""
+        """Send an object from the pipeline stage that computes the loss to the other stages, and return it."""
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
@@ -667,7 +667,7 @@ class JoinsUnevenInputs:
     """Mixin for strategies that can train on while some processes have already run out of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which processes may have different numbers of batches without waiting forever.
+        """Return a context in which processes may have different numbers of batches without a deadlock.
 
         Args:
             models: The models that `prepare` returned.
@@ -1016,7 +1016,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times. None if there is none.
+    """Return a context in which processes may run out of batches at different times, or None without support.
 
     Raises a `ConfigurationError` if every forward pass of the strategy is collective.
     """

@@ -120,7 +120,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return the modules with at least `least` parameters, as units for FSDP. Inner units are not counted again."""
+    """Return the modules with at least `least` parameters outside of other returned modules, to shard by FSDP."""
     if least < 1:
         raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -38,7 +38,7 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Convert the text of a launch setting to its type and check it. Returns None if no value was given.
+        """Convert a setting's value, such as the text after a flag, to its type. None means that it is not given.
 
         Args:
             value: The value, such as the text after a flag.

@@ -186,7 +186,7 @@ class _Reader:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Complete the launch settings after the whole file is read, such as the switch for FSDP from its type."""
+        """Add launch settings that follow from several keys of a file, after all keys have been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")

@@ -324,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a training step that ran out of memory in forward or backward can be repeated on its own."""
+        """True if a step that ran out of memory can be run again, because no process waits for another within it."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -364,7 +364,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises if processes call it with different texts, to detect differences."""
+    """Return a function that raises if processes pass it different texts, for example about frozen parameters."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())

@@ -496,7 +496,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """The parameters of one optimizer by DDP module, and the parameters that belong to no DDP module.
+    """DDP modules that contain parameters of an optimizer, and its parameters that no DDP module reduces.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -618,7 +618,7 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return the norm and the scaled sum of each tensor. If these differ, processes hold different tensors.
+    """Return the norm and the scaled sum of each tensor, with which processes compare tensors cheaply.
 
     Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
     (Cauchy-Schwarz).

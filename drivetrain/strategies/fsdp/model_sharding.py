@@ -241,7 +241,7 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard a model with `fully_shard`: first the modules that are gathered one at a time, then the rest.
+        """Shard a model with `fully_shard`: first its submodules that are gathered separately, then the whole model.
 
         `units` replaces the units that the options select.
         """
@@ -443,7 +443,7 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """From now on, average the gradients of parameters that FSDP does not shard in every backward pass."""
+        """Average the gradients of parameters that FSDP does not shard, in every backward pass from now on."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)

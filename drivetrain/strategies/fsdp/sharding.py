@@ -102,7 +102,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Where a model registers a parameter: module and name. Used to find the parameter that replaces it.
+    """Place of a parameter in a model: module and name. Used to find the parameter that later replaces it.
 
     Recorded before sharding, which registers another parameter under the name.
 
@@ -277,7 +277,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of these arguments for the outermost module that FSDP shards, which has its own defaults.
+        """Return a copy of the `fully_shard` arguments for the outermost module, which differ in two points.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -389,7 +389,7 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Allocate memory for the shards of a model on the meta device, without setting their values."""
+    """Allocate memory for a model's shards that were created on the meta device. Their values are not set."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.sharded_param.is_meta:

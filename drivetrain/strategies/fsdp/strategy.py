@@ -195,7 +195,7 @@ class Placer(Protocol):
 
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Hooks that average gradients of parameters that FSDP does not shard, by the model of the parameters."""
+        """Hooks that average the gradients of parameters that FSDP does not shard, as a dict by model."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Return a context manager in which to construct a model, for example without parameter values."""

@@ -125,7 +125,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return advice for a user for whose batches XLA keeps compiling. It names tensors with varying shapes."""
+    """Return advice for a warning about repeated compilation, with the tensors whose shapes vary."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

@@ -54,7 +54,7 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradient operations for a run with several XLA processes, which average gradients in each backward.
+    """Gradient operations for several XLA processes, whose gradients are averaged in each backward pass.
 
     XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
     averaged gradients, so several backwards of a step may each do it.
@@ -471,7 +471,7 @@ class XLA(Strategy, PlacesBatches):
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model's precision and move it to the XLA devices, over which its parameters are split or copied."""
+        """Convert a model to the precision and move it to the XLA devices, which split or copy its parameters."""
         converted = precision.convert(model)
         if not move:
             return converted

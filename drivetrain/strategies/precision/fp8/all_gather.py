@@ -28,7 +28,7 @@ _version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
-    """Extension of a sharded weight with which FSDP sends the weight in float8 instead of a wider dtype.
+    """Extension of a sharded weight, which makes FSDP gather the weight in float8 to save communication.
 
     Attributes:
         twin: A second layer whose weight is torchao's tensor subclass over the same shard.

@@ -34,7 +34,7 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Replace the computation of the linear layers `layers` by one in float8. Layers in `kept` stay as they are.
+        """Make the linear layers in `layers` compute in float8. The layers in `kept` are not changed.
 
         Parameters and their names stay unchanged.
         """
