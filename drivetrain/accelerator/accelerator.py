@@ -1105,7 +1105,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager for one micro-batch. Optimizers inside it step only on every n-th micro-batch.
 
-        Inside it, gradients are reduced and optimizers step only at the end of an accumulation window.
+        Gradients are reduced over processes only on that micro-batch, too.
 
         Args:
             *models: The prepared models whose gradients accumulate. All models if none is given.

@@ -142,10 +142,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Error message sent to the other processes in place of values, so that they fail too instead of waiting.
-
-    Without this message, they would wait for the values.
-    """
+    """Error message sent to the other processes in place of values, so that they fail too instead of waiting."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -202,7 +199,7 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """Return how many rows the loader's current batch lacks to a full batch. 0 if this is unknown."""
+    """Return by how many rows the loader's current batch is smaller than a full batch. 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

@@ -75,7 +75,7 @@ class Prepared:
         self.forget([model, *optimizers, *schedulers])
 
     def clear(self) -> None:
-        """Stop keeping track of all prepared models, optimizers, schedulers and data loaders."""
+        """Stop keeping track of all prepared objects. Objects registered for checkpointing are kept."""
         for group in self._groups():
             group.clear()
 

@@ -93,10 +93,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Let this process take part in the sum of loss weights, even if none of its own losses has a weight.
-
-        This process then still takes part when the total weight is summed over processes.
-        """
+        """Let this process take part in the sum of loss weights, even if none of its own losses has a weight."""
         self._weights.clear()
         self.pending = True
 
@@ -255,7 +252,7 @@ class OptimizerStep:
     def kept(self) -> Iterator[None]:
         """Return a context manager for trial steps. At its end, hooks are restored and leftover gradients dropped.
 
-        Used for trial steps, which register hooks of their own.
+        Trial steps register hooks of their own.
         """
         hooks, in_use = self._hooks, self.weights.in_use
         try:
@@ -326,7 +323,7 @@ class OptimizerStep:
     def finish_gradients(self) -> None:
         """Complete the accumulated gradients before they are read: reduce them, and divide them by loss weights.
 
-        No effect until the last micro-batch of an optimizer step. Called before gradients are read, clipped or used.
+        No effect until the last micro-batch of an optimizer step.
         """
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])

@@ -269,7 +269,7 @@ class ScriptMain:
     def here(cls) -> ScriptMain | None:
         """Return the file and module name of the running script. None in a notebook or an interactive session.
 
-        There is none in notebooks and interactive sessions, or with `python -m PACKAGE`.
+        Also None with `python -m PACKAGE`.
         """
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -317,7 +317,7 @@ def stop_at_start_of_processes() -> None:
 def script_hidden() -> Iterator[None]:
     """Return a context in which multiprocessing starts child processes that do not run the user's script.
 
-    The child processes import the script with `ScriptMain.load`.
+    The child processes then import the script with `ScriptMain.load`.
     """
     main = sys.modules["__main__"]
     # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
@@ -339,7 +339,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised after Ctrl-C if all processes have nevertheless ended in order and returned a value.
+    """Raised after Ctrl-C if the processes have ended in order and the first one has returned a value.
 
     Attributes:
         value: Return value of the function in the first process.

@@ -105,7 +105,7 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check whether the ranks make progress. If the run hangs, returns a report of each rank, otherwise None.
+        """Check the progress of the ranks. Returns a report of each rank if the run hangs, otherwise None.
 
         Checks at most once per second, and returns None in between.
         """
@@ -234,7 +234,7 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Return the CPU time in seconds that the main thread of a process has used. A hanging thread uses none."""
+    """Return the CPU time in seconds that a process's main thread has used, as a sign of progress."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
             # The name in brackets may contain spaces. After it, state is field 3, user and system time are 14 and 15.

@@ -284,8 +284,6 @@ class Gradients:
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
         """Wait for gradient reductions that still run, so that gradients can be read. Call it on all processes.
 
-        Must be called on all processes.
-
         Args:
             optimizers: The optimizers that `prepare` returned, without a wrapper.
         """
@@ -365,7 +363,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_several_losses(reason: str) -> NoReturn:
     """Raise a `ConfigurationError`, because this strategy does not support one loss for each optimizer.
 
-    `reason` is a sentence that says why the strategy cannot limit a backward pass to one optimizer's parameters.
+    `reason` is a sentence that says why a backward pass cannot be limited to one optimizer's parameters.
     """
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
@@ -602,8 +600,8 @@ def original_type(module: nn.Module) -> type[nn.Module]:
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
     """Replace a state dict's buffers, such as running means, with rank 0's values. All processes must call this.
 
-    Buffers such as running means differ between processes until DDP's next forward pass broadcasts them. A checkpoint
-    would otherwise mix the buffers of several ranks.
+    Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint would otherwise mix the
+    buffers of several ranks.
     """
     for name, _ in model.named_buffers():
         if name in state:

@@ -75,7 +75,7 @@ def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
 def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
     """Drop the FSDP sharding setting that does not belong to the given FSDP version.
 
-    The other launcher always sets both.
+    The other launcher always sets one for each version.
     """
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":

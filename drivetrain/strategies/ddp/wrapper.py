@@ -59,7 +59,7 @@ class UnusedSearch:
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
         """Run DDP's search for unused parameters after a forward pass, and measure how long it takes.
 
-        Returns the function's result.
+        Returns what DDP's post-forward function returns.
         """
         start = perf_counter()
         handled = forward_ended(output)
@@ -79,10 +79,7 @@ class UnusedSearch:
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """Return the indices of parameters that no step used. None if steps or processes used different parameters.
-
-        The usage varied if a parameter was used on some processes or in some steps only.
-        """
+        """Return the indices of parameters that no step used. None if steps or processes used different parameters."""
         assert self._fewest is not None
         assert self._most is not None
         fewest, most, everyone = self._fewest.tolist(), self._most.tolist(), dist.get_world_size()
@@ -93,7 +90,7 @@ class UnusedSearch:
     def settle(self) -> list[int] | None:
         """Return the indices of parameters that are never used. None if DDP must keep searching for them.
 
-        A collective call.
+        All processes must call this.
         """
         never = self.never_used()
         if never is None:
@@ -224,7 +221,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
     def watch_search(self, ends: bool) -> None:
         """Observe in the first steps whether `find_unused_parameters` is necessary. If not, turn it off or warn.
 
-        If it is not, the search ends if `ends` is True. Otherwise, a warning reports its cost.
+        If it is not, `ends=True` turns it off, and `ends=False` warns about its cost.
         """
         # Created again for each reducer, since it reads the reducer's usage counts.
         device = next(self.module.parameters()).device
@@ -469,10 +466,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Raise if parameters or gradients differ between processes. All processes must call this.
-
-        A collective call.
-        """
+        """Raise if parameters or gradients differ between processes. All processes must call this."""
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -559,7 +553,7 @@ class Copies:
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
         """Average gradients of parameters outside of all DDP modules, such as layers added after `prepare`.
 
-        A collective call.
+        All processes must call this.
         """
         for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
@@ -576,7 +570,7 @@ class Copies:
     def compare(self, optimizer: Optimizer) -> None:
         """Raise if the parameters of an optimizer or their gradients differ between processes.
 
-        A collective call.
+        All processes must call this.
         """
         held = self.held_by(optimizer)
         names = {id(parameter): name for one in held.wrapped for name, parameter in one.named()}
@@ -594,7 +588,7 @@ class Copies:
     def compare_weights(self, model: nn.Module) -> None:
         """Raise if a model's parameters differ between processes. Called before a checkpoint is saved.
 
-        A collective call.
+        All processes must call this.
         """
         if not (self._check.every and isinstance(model, DistributedDataParallel)):
             return

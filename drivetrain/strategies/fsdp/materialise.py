@@ -124,7 +124,7 @@ class Materialiser:
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
         """Initialize a sharded model module by module: rank 0 draws the values, and each process keeps its shards.
 
-        One module is initialized at a time. `random_state` is the state of torch's generator to begin with.
+        `random_state` is the state of torch's generator to begin with.
         """
         check_initialisable(model)
         # The values are drawn with the random state in which the model was built.

@@ -406,8 +406,7 @@ class ModelSharder:
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
         """Take the parameter values from a model, to send rank 0's after sharding. None if all processes have values.
 
-        The values are removed from the model. If every process has built the model, rank 0's values are used, as in
-        DDP.
+        If every process has built the model, rank 0's values are used, as in DDP.
         """
         here = any(parameter.is_meta for parameter in model.parameters())
         # All processes must take the same branch, even if only some of them have built the model.

@@ -277,7 +277,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of the `fully_shard` arguments for the outermost module, which differ in two points.
+        """Return a copy of the `fully_shard` arguments, adapted to the outermost module of a model.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -402,10 +402,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise if FSDP would reduce gradients of two dtypes together, after parameters have been unfrozen.
-
-    This can happen if parameters are unfrozen after sharding.
-    """
+    """Raise if FSDP would reduce gradients of two dtypes together, after parameters have been unfrozen."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}

@@ -79,7 +79,7 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
     """Return this process's part of a gradient, and over which mesh dimensions the gradient is sharded.
 
-    How it is sharded is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
+    The second value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     """
     if not isinstance(gradient, DTensor):
         return None, gradient

@@ -80,7 +80,7 @@ class Precision:
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
         """Do not change the loss scale while `holds()` is True, that is, while gradients accumulate.
 
-        Accumulated gradients were computed with the current scale, so it must not change before their optimizer step.
+        Accumulated gradients were computed with the current scale, which therefore must not change before their step.
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:

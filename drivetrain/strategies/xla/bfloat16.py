@@ -21,7 +21,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 class Rounding:
     """Choice of rounding floats to bfloat16 on TPUs: the user's option, and the environment variable for XLA.
 
-    Both are None without rounding.
+    The option and the variable are None without rounding.
     """
 
     option: str | None = None

@@ -322,7 +322,7 @@ Plan = Mapping[str, Any]
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
     """Return how a tensor-parallel plan splits parameters: a mesh axis or None per dimension, by name.
 
-    XLA derives from them how to split the computation.
+    XLA derives from these axes how to split the computation.
     """
     if devices == 1 or plan is None:
         return {}
