@@ -205,7 +205,7 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0."""
+        """True if this process is the main process of the run, which has rank 0."""
         return self.state.is_main_process
 
     @property
@@ -663,7 +663,7 @@ class Tracking:
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The active trackers."""
+        """The experiment trackers that `init_trackers` has started."""
         return self.tracking.group.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

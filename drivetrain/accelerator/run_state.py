@@ -117,7 +117,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise a `CheckpointError` if saved models, optimizers etc. differ in number or class from this run's.
+        """Raise a `CheckpointError` if saved models or optimizers differ in number or class from this run's.
 
         Args:
             models: The models to compare. None compares all prepared models.
@@ -158,7 +158,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Drop a checkpoint's models, optimizers etc. beyond the first `count`, and warn which ones are not loaded."""
+        """Drop saved objects of one kind, such as models, after the first `count`, and warn which are not loaded."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]

@@ -229,7 +229,7 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """Run a function in one of the processes that torch_xla forks. Sets `RANK` etc. from the XLA runtime first."""
+    """Run a function in a process that torch_xla has forked, after setting variables such as `RANK`."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),

@@ -202,7 +202,7 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over processes, counting ranks with equal data only once. A collective call."""
+        """Return the sum of a tensor over processes, where ranks with equal data count once. A collective call."""
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 

@@ -14,7 +14,7 @@ ATTACHES_PRESENCE = "attaches_presence"
 
 
 class StepModule(nn.Module):
-    """Wrapper that runs a task's `training_step` etc. in its `forward`, so that DDP can reduce gradients.
+    """Wrapper that runs task methods such as `training_step` in its `forward`, so that DDP can reduce gradients.
 
     Wrappers such as DDP hook into `forward`, so a step that runs through this module takes part in gradient reduction.
     If the first argument is not a function, the task's own `forward` runs.

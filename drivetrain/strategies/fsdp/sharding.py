@@ -175,7 +175,7 @@ def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
 
 
 def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
-    """Replace an optimizer's parameters by the shards that the model now holds, and shard its state alike.
+    """Make an optimizer step the shards that replaced its parameters, and shard its state in the same way.
 
     `now` maps the `id` of a replaced parameter to its shard. The optimizer and its groups stay the same objects,
     because learning rate schedulers hold them.
@@ -253,7 +253,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments with which a module was sharded by `fully_shard`, stored on it to shard its copies alike.
+    """Arguments of `fully_shard` for a module, stored on it so that its copies are sharded in the same way.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
@@ -487,7 +487,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a sharded module. The copy is sharded alike, and each process copies its shards."""
+    """Return a deep copy of a sharded module, sharded in the same way. Each process copies only its shards."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)

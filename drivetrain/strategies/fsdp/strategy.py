@@ -54,7 +54,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients together, including shards on other processes. A collective call."""
+    """Return the total norm of gradients, including shards on other processes. All processes must call this."""
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -92,7 +92,7 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return one group's part of the total gradient norm: the sum of |g|^p over gradients sharded alike.
+    """Return the sum of |g|^p over a group of gradients, as a part of their total norm. For infinite p, the largest.
 
     `group` is the mesh and its sharded dimensions. A collective call if it is not None.
     """

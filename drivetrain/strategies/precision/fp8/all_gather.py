@@ -105,7 +105,7 @@ class Float8AllGather:
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:
-        """Compute new float8 scales for the weights that an optimizer has just changed. A collective call."""
+        """Compute new float8 scales for the weights that an optimizer has changed. All processes must call this."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for layers in self._groups.get(optimizer, ()):
