@@ -311,7 +311,7 @@ class StateSaving:
         )
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Register a function that `save_state` calls before it writes a checkpoint, for example to add own files.
+        """Register a function that `save_state` calls before it writes a checkpoint, for example to add more files.
 
         Args:
             hook: Called on every process as `hook(models, weights, output_dir)`: the prepared models, their state
@@ -326,7 +326,7 @@ class StateSaving:
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Register a function that `load_state` calls before it reads a checkpoint, for example to read own files.
+        """Register a function that `load_state` calls before it reads a checkpoint, for example to read more files.
 
         Args:
             hook: Called on every process as `hook(models, input_dir)`. Models that it removes from `models` are not
