@@ -35,7 +35,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options for sharding a model with FSDP, with the field names of Accelerate.
+    """Options for sharding a model with FSDP. `Accelerator(fsdp_plugin=...)` takes them, as in Accelerate.
 
     `Accelerator(strategy=drivetrain.FSDP(...))` takes the options directly. Options without a meaning for `fully_shard`
     are accepted and logged once.
@@ -64,7 +64,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def strategy(self) -> FSDP:
-        """Return a `drivetrain.FSDP` strategy with the plugin's options.
+        """Return a `drivetrain.FSDP` strategy that is configured with this plugin's options.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """Return the options as a dict with the keys of an `fsdp_config` section in a configuration file."""
+        """Return the plugin's options as a dict with the keys of `fsdp_config` in a launcher's YAML file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
                 logger.warning_once(f"{name} has no effect, because checkpoints are always written in shards.")
@@ -115,7 +115,7 @@ class FullyShardedDataParallelPlugin:
 
 @dataclass
 class DeepSpeedPlugin:
-    """Options for training with DeepSpeed, with the field names of Accelerate.
+    """Options for training with DeepSpeed. `Accelerator(deepspeed_plugin=...)` takes them, as in Accelerate.
 
     `Accelerator(strategy=drivetrain.DeepSpeed(...))` takes the options directly.
 
@@ -137,12 +137,12 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
 
     def strategy(self) -> Strategy:
-        """Return a `drivetrain.DeepSpeed` strategy with the plugin's options."""
+        """Return a `drivetrain.DeepSpeed` strategy that is configured with this plugin's options."""
         strategy: Strategy = strategy_class("deepspeed")(**self.arguments())
         return strategy
 
     def arguments(self) -> dict[str, Any]:
-        """Return the plugin's options as keyword arguments of `drivetrain.DeepSpeed`."""
+        """Return this plugin's options as keyword arguments for `drivetrain.DeepSpeed`."""
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")
         given = {
@@ -158,7 +158,7 @@ class DeepSpeedPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the device mesh, one per kind of parallelism, with the field names of Accelerate.
+    """Sizes of the device mesh, one for each kind of parallelism, such as `tp_size` for tensor parallelism.
 
     `Accelerator(strategy=drivetrain.Parallel(...))` takes the sizes directly.
 
@@ -196,37 +196,37 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """The number of processes in the mesh."""
+        """The number of processes in the device mesh: the product of the sizes of all its dimensions."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of processes that get different data: model replicas times shards per replica."""
+        """The number of processes that get different data: model replicas times shards of each replica."""
         return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of processes that share one batch, by tensor or context parallelism."""
+        """The number of processes that work on the same batch, due to tensor or context parallelism."""
         return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if there are several replicas of the model, each for different data."""
+        """True if the device mesh holds several replicas of the model, each of which gets different data."""
         return (self.dp_replicate_size or 1) > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """True if parameters are sharded."""
+        """True if the parameters of each replica are sharded over several processes, as FSDP does."""
         return (self.dp_shard_size or 1) > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """True if tensor parallelism is used."""
+        """True if tensor parallelism is on, which splits layers over several processes."""
         return (self.tp_size or 1) > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """True if context parallelism is used."""
+        """True if context parallelism is on, which splits sequences over several processes."""
         return (self.cp_size or 1) > 1
 
     @property
@@ -235,7 +235,7 @@ class ParallelismConfig:
         return False
 
     def strategy(self, **options: Any) -> Strategy:
-        """Return a `drivetrain.Parallel` strategy with the configured sizes of the device mesh.
+        """Return a `drivetrain.Parallel` strategy with these sizes of the device mesh.
 
         Args:
             **options: Options of `FSDP` for sharding parameters.
@@ -254,7 +254,7 @@ class ParallelismConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Options for how processes exchange keys and values in context parallelism.
+    """Options of context parallelism: how processes exchange the attention keys and values of their sequence parts.
 
     `Parallel(cp_attention=...)` is the same setting.
 
@@ -285,7 +285,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the strategy that the given plugins configure, or None if all plugins are None.
+    """Return the `Strategy` that an Accelerator's plugins configure, or None if no plugin is given.
 
     Args:
         fsdp: The FSDP plugin, or its configuration.
@@ -332,7 +332,7 @@ def _name_of(value: Any) -> Any:
 
 
 def _wrap_of(policy: Callable[..., Any]) -> Any:
-    """Convert an auto-wrap policy of FSDP 1 to a value for `FSDP(wrap=...)`."""
+    """Convert an auto-wrap policy of FSDP 1 to the value of `FSDP(wrap=...)` with the same effect."""
     known = policy.keywords if isinstance(policy, functools.partial) else {}
     if "transformer_layer_cls" in known:
         return list(known["transformer_layer_cls"])
@@ -360,10 +360,10 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
 
 
 class FP8Handler:
-    """Base class of FP8 recipes, which are passed in `Accelerator(kwargs_handlers=[...])`."""
+    """Base class of FP8 recipes, one of which can be passed in `Accelerator(kwargs_handlers=[...])`."""
 
     def precision(self) -> FP8:
-        """Return an FP8 precision with the options of this recipe.
+        """Return the `FP8` precision that has the options of this recipe.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -373,7 +373,7 @@ class FP8Handler:
 
 @dataclass
 class AORecipeKwargs(FP8Handler):
-    """FP8 recipe with options of torchao, to compute linear layers in 8-bit floating point.
+    """FP8 recipe for torchao, which computes a model's linear layers in 8-bit floating point.
 
     Attributes:
         config: A torchao `Float8LinearConfig`, which replaces the other options.
@@ -405,7 +405,7 @@ class AORecipeKwargs(FP8Handler):
 
 @dataclass
 class TERecipeKwargs(FP8Handler):
-    """FP8 recipe with options of TransformerEngine, with the field names of Accelerate.
+    """FP8 recipe for NVIDIA's TransformerEngine. Passed to `Accelerator` in `kwargs_handlers`.
 
     None means Accelerate's default: HYBRID, history length 1024, algorithm "most_recent".
     """
@@ -426,7 +426,7 @@ class TERecipeKwargs(FP8Handler):
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Handler):
-    """FP8 recipe for MS-AMP. `opt_level` is `"O1"` or `"O2"` (default)."""
+    """FP8 recipe for MS-AMP. Its `opt_level` is `"O1"` or `"O2"` (default)."""
 
     opt_level: str | None = None
 
@@ -436,7 +436,7 @@ class MSAMPRecipeKwargs(FP8Handler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
-    """FP8 recipe for TransformerEngine or MS-AMP, selected by `backend="te"` (default) or `"msamp"`.
+    """FP8 recipe for TransformerEngine or MS-AMP, whichever `backend` selects: `"te"` (default) or `"msamp"`.
 
     This is Accelerate's older class. `TERecipeKwargs` and `MSAMPRecipeKwargs` replace it.
     """
@@ -457,7 +457,7 @@ Handler = TypeVar("Handler")
 
 
 class DDPCommunicationHookType(str, Enum):
-    """Names of the DDP communication hooks that compress gradients before the all-reduce."""
+    """DDP communication hooks to choose from. They compress gradients before the all-reduce, to save time."""
 
     NO = "no"
     FP16 = "fp16"
@@ -468,7 +468,7 @@ class DDPCommunicationHookType(str, Enum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of torch's `DistributedDataParallel`, with the field names of Accelerate.
+    """Options of torch's `DistributedDataParallel`. Passed to `Accelerator` in `kwargs_handlers`.
 
     `Accelerator(strategy=drivetrain.DDP(...))` takes the options directly.
 
@@ -492,7 +492,7 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy_options(self) -> dict[str, Any]:
-        """Return the options as keyword arguments of `drivetrain.DDP`."""
+        """Return these options as keyword arguments for the strategy `drivetrain.DDP`."""
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -512,7 +512,7 @@ def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
 
 @dataclass
 class GradScalerKwargs:
-    """Options of the gradient scaler, which is used with the precision `"fp16"`."""
+    """Options of the gradient scaler for precision `"fp16"`. Passed to `Accelerator` in `kwargs_handlers`."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -523,7 +523,7 @@ class GradScalerKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """Options for initializing torch's process group, such as the backend and the timeout.
+    """Options for `torch.distributed.init_process_group`, such as the backend. Passed in `kwargs_handlers`.
 
     Attributes:
         backend: The c10d backend, instead of the device's default.
@@ -549,7 +549,7 @@ class InitProcessGroupKwargs:
 
 @dataclass
 class AutocastKwargs:
-    """Options of `torch.autocast`, which mixed precision uses."""
+    """Options of `torch.autocast` for mixed precision. Passed to `Accelerator` in `kwargs_handlers`."""
 
     enabled: bool = True
     cache_enabled: bool = True
@@ -557,7 +557,7 @@ class AutocastKwargs:
 
 @dataclass
 class ProfileKwargs:
-    """Options of the profiler that `Accelerator.profile` runs, as in `torch.profiler.profile`.
+    """Options of `Accelerator.profile`, which are mostly those of `torch.profiler.profile`.
 
     Attributes:
         activities: The activities to record, such as `["cpu", "cuda"]`. None records all that the machine supports.
@@ -582,7 +582,7 @@ class ProfileKwargs:
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        """Return a `torch.profiler.profile` with these options.
+        """Return a new `torch.profiler.profile` with these options.
 
         Raises:
             ConfigurationError: An activity is unknown.
@@ -608,7 +608,7 @@ class ProfileKwargs:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """Options of gradient accumulation, such as the number of micro-batches per optimizer step.
+    """Options of gradient accumulation, such as the number of micro-batches for each optimizer step.
 
     Attributes:
         num_steps: The number of micro-batches per optimizer step.
@@ -635,7 +635,7 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Options for a run's output directory and for automatically named checkpoints.
+    """Options for a run's output folder, and for checkpoints that are named by number.
 
     Attributes:
         project_dir: The output directory.
@@ -662,7 +662,7 @@ class ProjectConfiguration:
         self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set `project_dir`, and set `logging_dir` to the same directory if it is None."""
+        """Set the output folder `project_dir`. Trackers also write to it, unless `logging_dir` is set."""
         self.project_dir = project_dir or self.project_dir
         self.logging_dir = self.logging_dir or self.project_dir
 
@@ -681,7 +681,7 @@ HANDLER_TYPES = (
 
 
 def checked_handlers(given: Sequence[Any]) -> list[Any]:
-    """Return the option objects as a list, after checking that each type is known and occurs once.
+    """Return the objects in `kwargs_handlers` as a list, after checking that no type is unknown or repeated.
 
     Raises:
         ConfigurationError: A type is unknown or occurs twice, or there are several FP8 recipes.
@@ -706,12 +706,12 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
-    """Return the first option object of type `kind`, or None if the list has no such object."""
+    """Return the first `kwargs_handlers` object that is an instance of `kind`, or None if there is none."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
-    """Return the fields of an option object as keyword arguments, or an empty dict for None."""
+    """Return the fields of a `kwargs_handlers` object as keyword arguments. For None, the dict is empty."""
     return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
 
 
@@ -719,7 +719,7 @@ def handler_options(handler: Any) -> dict[str, Any]:
 
 
 class DynamoBackend(str, Enum):
-    """Names of the backends that compile models with `torch.compile`."""
+    """Backends of `torch.compile` that can be selected by name, such as `"inductor"`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -741,7 +741,7 @@ class DynamoBackend(str, Enum):
 
 @dataclass
 class TorchDynamoPlugin:
-    """Options for compiling prepared models with `torch.compile`.
+    """Options of `torch.compile` for prepared models. Passed as `Accelerator(dynamo_plugin=...)`.
 
     A model is compiled in place (`nn.Module.compile`). Its parameters keep their names, and every strategy supports it.
 
@@ -780,7 +780,7 @@ class TorchDynamoPlugin:
         self.backend = given
 
     def compilation(self) -> Compilation | None:
-        """Return the `Compilation` that compiles prepared models, or None if nothing is compiled."""
+        """Return the object that compiles models with these options, or None if the backend is `"no"`."""
         if self.backend is DynamoBackend.NO or self.disable:
             return None
         return Compilation(
@@ -793,7 +793,7 @@ class TorchDynamoPlugin:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, in which the backend is a string in lower case."""
+        """Return the fields as a dict, in which the backend is a lower-case string."""
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
         return {**vars(self), "backend": backend}
 
@@ -823,7 +823,7 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Settings of the launch, read from the environment variables that the launcher sets."""
+    """Settings that `drivetrain launch` has passed to this process in environment variables."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
@@ -849,7 +849,7 @@ class Launched:
 
     @property
     def parallelism(self) -> ParallelismConfig | None:
-        """The device mesh sizes from the launcher's settings, or None if it configures no mesh."""
+        """The device mesh sizes from the launcher's settings, or None if the launcher configures no device mesh."""
         if not self.settings.get("use_parallelism_config"):
             return None
         sizes = {
@@ -868,12 +868,12 @@ class Launched:
 
     @property
     def fp8_config(self) -> dict[str, Any]:
-        """The launcher's FP8 settings as a dict with keys such as `fp8_backend`."""
+        """The launcher's settings for FP8, such as `fp8_backend`, as a dict by name."""
         return {name: value for name, value in self.settings.items() if name.startswith("fp8_")}
 
     @property
     def compilation(self) -> Compilation | None:
-        """The launcher's options for `torch.compile`, or None if nothing is compiled."""
+        """The launcher's options for `torch.compile`, or None if the launcher does not select compilation."""
         backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
@@ -888,12 +888,12 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """Arguments of `Parallel` from the launcher's settings, apart from the mesh sizes."""
+        """Keyword arguments for the `Parallel` strategy from the launcher's settings, without the mesh sizes."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
     def strategy(self) -> Strategy | None:
-        """Return the strategy that the launcher's settings select. None means the default strategy."""
+        """Return the strategy that the launcher's settings select, or None if they select none, as for plain DDP."""
         if not any(self.settings.get(name) for name in _SWITCHES):
             return None
         fsdp, grid = self.fsdp, self.parallelism
@@ -911,7 +911,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy from a script's plugins, whose unset options come from the launcher.
+        """Return the strategy that a script's plugins configure. The launcher's settings fill options left unset.
 
         Returns None if all plugins are None.
         """
@@ -927,13 +927,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return the settings whose names start with `prefix`, by the names of the plugin's fields."""
+        """Return the launcher settings whose names start with `prefix`, renamed to the fields of a plugin."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Return a plugin whose unset fields have the launcher's values. A dict is returned unchanged."""
+    """Return a copy of a plugin in which the launcher's values replace fields that are None. A dict is unchanged."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -947,7 +947,7 @@ def _filled(plugin: Any, launched: Any) -> Any:
 
 @dataclass
 class Plugins:
-    """Plugins that were passed to an Accelerator, as objects or as sections of a configuration file."""
+    """The plugins passed to an Accelerator. Each is an object, or a dict from a configuration file."""
 
     fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
     deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
@@ -966,7 +966,7 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Collect the plugins from an Accelerator's arguments. Raises an error if two contradict.
+        """Collect the plugins from an Accelerator's arguments. Raises a `ConfigurationError` if two conflict.
 
         `deepspeed` may be a dict of several plugins by name. The first one is then active.
         """
@@ -986,7 +986,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Create a strategy for each of several DeepSpeed plugins. Returns a dict by plugin name."""
+        """Return one strategy for each named plugin in `deepspeed_plugins`, as a dict with the same keys."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

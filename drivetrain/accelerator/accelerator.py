@@ -80,7 +80,7 @@ from drivetrain.trackers import Tracker, TrackerGroup
 
 
 class Collectives:
-    """Collective operations of `Accelerator`, such as `gather` and `reduce`."""
+    """Mixin of `Accelerator` with the operations that combine tensors of all processes, such as `gather`."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -88,7 +88,7 @@ class Collectives:
     _is_triggered = False
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all processes along the first dimension. Every process gets the result.
+        """Concatenate the tensors of all processes along the first dimension, and return the result on each of them.
 
         Args:
             tensor: A tensor, or a nested structure of tensors. All processes must pass the same shapes.
@@ -105,7 +105,7 @@ class Collectives:
         *,
         loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
-        """Gather per-sample values of the current batch from all processes, without duplicated padding rows.
+        """Gather per-sample values, such as predictions, and drop those of samples that were repeated to fill a batch.
 
         A tensor counts as per-sample if its first dimension is the batch size. Other tensors are gathered completely.
 
@@ -120,7 +120,7 @@ class Collectives:
         return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise. Every process gets the result.
+        """Combine tensors of all processes elementwise, for example by a sum. Returns the result on every process.
 
         Args:
             tensor: A tensor, or a nested structure of tensors.
@@ -133,7 +133,7 @@ class Collectives:
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along one dimension to the largest size on any process, so that they can be gathered.
+        """Pad tensors along one dimension until they have the same size on all processes, as `gather` requires.
 
         Args:
             tensor: A tensor, or a nested structure of tensors.
@@ -147,11 +147,11 @@ class Collectives:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Set a flag on this process, for example to stop training. `check_trigger` reads it on all processes."""
+        """Request a joint action, such as stopping early, from any process. All processes see it in `check_trigger`."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Return True if any process has called `set_trigger`, and reset the flag. Call it on all processes."""
+        """Return True on all processes if any has called `set_trigger` since the last check. All must call this."""
         flag = torch.tensor(int(self._is_triggered), device=self.state.device)
         self._is_triggered = False
         return bool(collectives.reduce(flag, "max").item())
@@ -164,76 +164,76 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """Properties and methods of `Accelerator` that describe processes and synchronize them."""
+    """Mixin of `Accelerator` for the processes of a run: ranks, devices, and code that only some of them run."""
 
     state: AcceleratorState
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
+        """The device on which this process trains, such as `cuda:0`."""
         return self.state.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of distributed setup, such as one process, several GPUs or DeepSpeed."""
+        """How the run is distributed, for example over several GPUs or by DeepSpeed."""
         return self.state.distributed_type
 
     @property
     def use_distributed(self) -> bool:
-        """True if there is more than one process."""
+        """True if the run has more than one process."""
         return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """True if the run has several processes, each of which has its own device."""
+        """True if the run has several processes, each with its own device."""
         return self.state.use_distributed
 
     @property
     def num_processes(self) -> int:
-        """The number of processes (world size)."""
+        """The number of processes in the run (world size)."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:
-        """The global rank of this process."""
+        """The global rank of this process, counted over all machines."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:
-        """The rank of this process on its machine."""
+        """The rank of this process among those on the same machine."""
         return self.state.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0."""
+        """True if this process is the main process of the run, which has rank 0."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on the first process of each machine."""
+        """True if this process is the first one on its machine."""
         return self.state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """True on the process with the highest rank."""
+        """True if this process has the highest rank of the run."""
         return self.state.is_last_process
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes have called this method."""
+        """Wait until all processes of the run have called this method."""
         self.state.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context manager whose body runs on the main process first, then on all others."""
+        """Return a context manager whose body runs on the main process first. The other processes wait until then."""
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context manager whose body runs on the first process of each machine, then on the others."""
+        """Return a context manager whose body runs first on one process of each machine, for which the others wait."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that yields this process's part of a list, tuple, dict or tensor.
+        """Return a context manager that gives each process its own part of a list, tuple, dict or tensor.
 
         Args:
             inputs: A list, tuple, dict or tensor to split.
@@ -243,7 +243,7 @@ class ProcessControl:
         return self.state.split_between_processes(inputs, apply_padding, dynamic)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it."""
+        """Decorate a function so that only the main process, rank 0, runs it."""
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -259,7 +259,7 @@ class ProcessControl:
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this local rank runs it, on every machine."""
+        """Decorate a function so that on each machine, only the process with the given local rank runs it."""
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -271,7 +271,7 @@ class ProcessControl:
 
 
 class StateSaving:
-    """Members of `Accelerator` that save and load checkpoints."""
+    """Mixin of `Accelerator` with the methods that save and load checkpoints."""
 
     run_state: RunState
     project_configuration: ProjectConfiguration
@@ -295,7 +295,7 @@ class StateSaving:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save the weights of a prepared model as safetensors, readable by other libraries such as transformers.
+        """Save the weights of a prepared model as safetensors, which other libraries such as transformers can load.
 
         Call it on all processes. The main process writes the files. With
         `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine does.
@@ -311,7 +311,7 @@ class StateSaving:
         )
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Register a function that `save_state` calls before it writes.
+        """Register a function that `save_state` calls before it writes a checkpoint, for example to add more files.
 
         Args:
             hook: Called on every process as `hook(models, weights, output_dir)`: the prepared models, their state
@@ -326,7 +326,7 @@ class StateSaving:
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Register a function that `load_state` calls before it loads.
+        """Register a function that `load_state` calls before it reads a checkpoint, for example to read more files.
 
         Args:
             hook: Called on every process as `hook(models, input_dir)`. Models that it removes from `models` are not
@@ -341,7 +341,7 @@ class StateSaving:
 
     @property
     def save_queue(self) -> checkpoint.SaveQueue:
-        """The queue of checkpoints being written. `check()` raises their errors, `finish()` waits for them."""
+        """Checkpoints that are still being written. `finish()` waits for them, and `check()` raises their errors."""
         return self.run_state.saves
 
     def save_state(
@@ -352,7 +352,7 @@ class StateSaving:
         block: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers, schedulers, loss scale, loader positions and random states.
+        """Save the state of training as a checkpoint: models, optimizers, schedulers, data loaders, random states.
 
         Call it on all processes. The checkpoint directory appears only after it is complete.
 
@@ -380,7 +380,7 @@ class StateSaving:
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Restore the state of a checkpoint into the prepared objects, matched by the order of `prepare`.
+        """Load a checkpoint into the prepared objects, which must have been prepared in the same order.
 
         A checkpoint of another tool can be loaded as well. No code from its files is executed. The next iteration of a
         loader is the interrupted epoch, in the same order and from its start. Skip the batches already seen with
@@ -403,7 +403,7 @@ class StateSaving:
 
 
 class EngineStatus:
-    """Properties of `Accelerator` that report its settings and its current status."""
+    """Mixin of `Accelerator` with properties for its settings and its current status."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -415,17 +415,17 @@ class EngineStatus:
 
     @property
     def mixed_precision(self) -> str:
-        """The name of the precision, such as `"bf16"`, or `"no"` for full precision."""
+        """The selected precision, such as `"bf16"`. It is `"no"` for full precision."""
         return accelerate_name(self.precision, self.strategy)
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device that the run uses, such as CUDA or the CPU."""
+        """The kind of device on which the run trains, such as CUDA GPUs or the CPU."""
         return self.state.kind
 
     @property
     def device_placement(self) -> bool:
-        """True if models and batches are moved to the device automatically."""
+        """True if `prepare` moves models and batches to the device."""
         return self.preparation.options.device_placement
 
     @device_placement.setter
@@ -434,7 +434,7 @@ class EngineStatus:
 
     @property
     def sync_gradients(self) -> bool:
-        """True if the current micro-batch is the last of a gradient accumulation window."""
+        """True during the last micro-batch before an optimizer step, when gradients are reduced over processes."""
         return self.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -443,7 +443,7 @@ class EngineStatus:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches per optimizer step."""
+        """The number of micro-batches whose gradients accumulate for each optimizer step."""
         return self.accumulation.plugin.num_steps
 
     @gradient_accumulation_steps.setter
@@ -452,7 +452,7 @@ class EngineStatus:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """The settings for splitting data loaders between processes."""
+        """The settings for data loaders, such as how batches are split between processes."""
         return self.preparation.options.dataloader_config
 
     @dataloader_config.setter
@@ -461,12 +461,12 @@ class EngineStatus:
 
     @property
     def split_batches(self) -> bool:
-        """True if a data loader's batch size is the global one, so that each batch is split over processes."""
+        """True if `batch_size` of a data loader counts for all processes together, which share each batch."""
         return self.preparation.options.dataloader_config.split_batches
 
     @property
     def even_batches(self) -> bool:
-        """True if samples are repeated so that every process gets the same number of batches.
+        """True if some samples are repeated at the end of an epoch, so that all processes get equally many batches.
 
         `gather_for_metrics` removes the repeated samples.
         """
@@ -478,7 +478,7 @@ class EngineStatus:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """True if rank 0 reads all data and sends each process its share of every batch.
+        """True if only rank 0 reads the data, and sends each process its part of every batch.
 
         None does this only for iterable datasets.
         """
@@ -486,82 +486,82 @@ class EngineStatus:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """True if random samplers get a new seed at each epoch."""
+        """True if samplers that shuffle get a new, reproducible seed in each epoch."""
         return self.preparation.options.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """True if data loaders resume at the exact sample after `load_state`."""
+        """True if data loaders continue at the next sample after `load_state`, also within an epoch."""
         return self.preparation.options.dataloader_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
-        """True if batches are copied to the device asynchronously."""
+        """True if batches are copied to the device asynchronously, while the host continues."""
         return self.preparation.options.dataloader_config.non_blocking
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use, or None without DeepSpeed."""
+        """The DeepSpeed plugin in use, or None if the run does not use DeepSpeed."""
         return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> Any:
-        """The configuration of the device mesh, or None."""
+        """The sizes of the device mesh as configured by the script or the launcher, or None without a mesh."""
         return self.state.parallelism_config
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if the strategy shards parameters with torch's `fully_shard` (FSDP 2)."""
+        """True if the run shards parameters with torch's `fully_shard` (FSDP 2)."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """True if the strategy uses `fully_shard`, which can be combined with other kinds of parallelism."""
+        """True if the run uses torch's `fully_shard` (FSDP 2), which tensor parallelism can be combined with."""
         return self.state.is_fsdp2
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The rank of this process in its tensor-parallel group."""
+        """The rank of this process among those that split the same layers by tensor parallelism."""
         return grid_rank(self.strategy, "tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """The pipeline stage of this process."""
+        """The index of the pipeline stage that this process runs. 0 without pipeline parallelism."""
         return grid_rank(self.strategy, "pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """The rank of this process in its context-parallel group."""
+        """The rank of this process among those that split the same sequences by context parallelism."""
         return grid_rank(self.strategy, "cp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of the model replica to which this process belongs."""
+        """The index of the model replica to which this process belongs. 0 if there is only one."""
         return grid_rank(self.strategy, "dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The rank of this process in the group that shards parameters."""
+        """This process's rank among those that each hold a different shard of the same parameters."""
         return grid_rank(self.strategy, "dp_shard")
 
     @property
     def fp8_backend(self) -> str | None:
-        """The name of the package that computes in FP8, or None for other precisions."""
+        """The package that computes in FP8, such as `"torchao"`. None if the precision is not FP8."""
         return backend_of(self.precision)
 
     @property
     def should_save_model(self) -> bool:
-        """True on the main process, which is the one that writes model weights."""
+        """True on the main process, which alone writes model weights."""
         return self.state.is_main_process
 
     @property
     def save_iteration(self) -> int:
-        """The number that the next automatically named checkpoint gets."""
+        """The number that `save_state` appends to the next checkpoint's name, with automatic checkpoint naming."""
         return self.project_configuration.iteration
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """True if prepared schedulers step only when their optimizers do."""
+        """True if learning-rate schedulers step only when their optimizers do, as during gradient accumulation."""
         return self.preparation.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -570,7 +570,7 @@ class EngineStatus:
 
     @property
     def step_scheduler_per_process(self) -> bool:
-        """True if a prepared scheduler steps as often as there are processes for each optimizer step."""
+        """True if each optimizer step steps a scheduler once for every process, not once in total."""
         return self.preparation.options.step_scheduler_per_process
 
     @step_scheduler_per_process.setter
@@ -579,22 +579,22 @@ class EngineStatus:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16 mixed precision, or None for other precisions."""
+        """The gradient scaler of fp16 mixed precision. None for precisions without loss scaling."""
         return getattr(self.precision, "scaler", None)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last step of any optimizer was skipped because gradients overflowed."""
+        """True if an optimizer skipped its last step because gradients overflowed in fp16."""
         return self.prepared.step_was_skipped
 
     @property
     def project_dir(self) -> str | None:
-        """The directory for the run's output, or None."""
+        """The folder for the run's output, such as numbered checkpoints. None if it is not set."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """The directory for the files of experiment trackers, or None."""
+        """The folder for the files of experiment trackers, such as TensorBoard. None if it is not set."""
         return self.project_configuration.logging_dir
 
 
@@ -602,7 +602,7 @@ class EngineStatus:
 
 
 class Tracking:
-    """Methods of `Accelerator` for logging to experiment trackers."""
+    """Mixin of `Accelerator` for logging to experiment trackers, such as TensorBoard."""
 
     tracking: RunTracking
 
@@ -612,7 +612,7 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers selected by `log_with`. Call it on all processes.
+        """Start a run in each experiment tracker that `log_with` selects. Call it on all processes.
 
         After `load_state`, the trackers continue the checkpoint's runs.
 
@@ -629,7 +629,7 @@ class Tracking:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values to all trackers. Only the main process logs, and it does not wait for slow trackers.
+        """Log values to all experiment trackers. Only the main process logs, and it does not wait for slow trackers.
 
         Args:
             values: Numbers, single-element tensors or text, by name.
@@ -639,7 +639,7 @@ class Tracking:
         self.tracking.group.log(values, step, log_kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log images to all trackers. Only the main process logs.
+        """Log images to all experiment trackers. Only the main process logs.
 
         Args:
             values: One or several images by name. Tensors or arrays of shape (H, W), (C, H, W), (H, W, C), or with a
@@ -651,7 +651,7 @@ class Tracking:
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Log a table to all trackers. Only the main process logs.
+        """Log a table of values to all experiment trackers. Only the main process logs.
 
         Args:
             name: The name of the table.
@@ -663,11 +663,11 @@ class Tracking:
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The active trackers."""
+        """The experiment trackers that `init_trackers` has started."""
         return self.tracking.group.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name. On other processes than the main one, its calls have no effect.
+        """Return the experiment tracker with a name. Its methods do nothing except on the main process.
 
         Args:
             name: The tracker's name.
@@ -684,7 +684,7 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Run torch's profiler in the body, and write each process's trace if a directory is configured."""
+    """Return a context manager that profiles its body, and writes a trace file for each process on request."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler
@@ -704,7 +704,7 @@ def save_object(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save an object to a file from the main process only, with `torch.save` or as safetensors.
+    """Save an object to a file, with `torch.save` or as safetensors. Only the main process writes the file.
 
     Args:
         obj: The object. With `safe_serialization`, a dict of tensors.
@@ -722,7 +722,7 @@ def save_object(
 
 
 def _save_tensors(tensors: Any, path: Any) -> None:
-    """Save a dict of tensors as one safetensors file."""
+    """Save a dict of tensors as one safetensors file, in which tied weights are stored only once."""
     from safetensors.torch import save_file
 
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
@@ -748,7 +748,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
 
 class ModelHandling:
-    """Methods of `Accelerator` for prepared models outside the training step."""
+    """Mixin of `Accelerator` with methods for whole models, such as unwrapping, saving and tracking of runs."""
 
     preparation: Preparation
     optimizer_step: OptimizerStep
@@ -760,7 +760,7 @@ class ModelHandling:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the original module of a prepared model.
+        """Return the user's original module from a prepared model, without wrappers such as DDP.
 
         Args:
             model: A prepared model.
@@ -773,7 +773,7 @@ class ModelHandling:
         return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's full state dict with tensors on the CPU. All processes must call this method.
+        """Return a prepared model's full state dict with tensors on the CPU. All processes must call this method.
 
         Args:
             model: A prepared model.
@@ -786,7 +786,7 @@ class ModelHandling:
         return self.preparation.whole_state(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
-        """Return a view of a loader that skips the first batches of the next epoch, to resume within an epoch.
+        """Return a loader that skips the first batches in its next epoch, to resume training within an epoch.
 
         Skipped batches are not read. After `load_state`, the order is that of the interrupted epoch. Loaders that
         continue by themselves (`use_stateful_dataloader`) are not skipped twice.
@@ -798,7 +798,7 @@ class ModelHandling:
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drop the references to all prepared objects, and free cached device memory.
+        """Release all prepared models, optimizers, schedulers and data loaders, and free cached device memory.
 
         Args:
             *objects: Objects whose references the caller wants to clear.
@@ -809,11 +809,11 @@ class ModelHandling:
         return self.preparation.release(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Drop the references to all prepared objects, and free cached device memory, like `free_memory`."""
+        """Release all prepared models, optimizers and data loaders, and free cached device memory."""
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
-        """Close the trackers, wait for all processes, and destroy the process group.
+        """End a run: close the experiment trackers, wait for all processes, and destroy the process group.
 
         If an exception is being handled, the trackers mark their runs as failed. The end of the script does the same,
         so the call is only needed if the script continues on a single process.
@@ -821,7 +821,7 @@ class ModelHandling:
         self.tracking.leave()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
-        """Save an object to a file from the main process.
+        """Save an object, such as a dict of tensors, to a file. Only the main process writes the file.
 
         With `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine saves it.
 
@@ -833,11 +833,11 @@ class ModelHandling:
         save_object(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if a model or one of its submodules is spread over several devices by an `hf_device_map`."""
+        """Return True if the model or one of its submodules is spread over several devices by a `device_map`."""
         return is_spread(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that profiles its body and yields the `torch.profiler.profile` object.
+        """Return a context manager that records a profile of its body with torch's profiler, and yields the profiler.
 
         Args:
             profile_handler: Options of the profiler. None uses those of `kwargs_handlers`, or else torch's defaults.
@@ -846,7 +846,7 @@ class ModelHandling:
         return profiling(profile_handler, self.profile_handler, self.state)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run the backward pass and the optimizer step together, for LOMO optimizers, which store no gradients.
+        """Run the backward pass and the update of the weights in one go, as LOMO optimizers do to save memory.
 
         Args:
             loss: The mean loss, a scalar tensor.
@@ -858,7 +858,7 @@ class ModelHandling:
         self.optimizer_step.fused_backward(loss, learning_rate)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager in which the next backward reduces gradients, even after a forward in `no_sync`.
+        """Return a context manager in which `backward` reduces gradients, although the forward ran in `no_sync`.
 
         Args:
             model: The prepared model.
@@ -1040,7 +1040,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model for distributed training. The returned module replaces it in the training loop.
+        """Prepare one model for distributed training, and return the module to call in its place.
 
         Args:
             model: The model.
@@ -1053,11 +1053,11 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Prepare one optimizer. The returned optimizer steps only after the last accumulated micro-batch."""
+        """Prepare one optimizer. The returned one updates weights only when enough micro-batches have accumulated."""
         return self.preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler, so that it steps only if its optimizer does.
+        """Prepare one learning-rate scheduler. The returned one steps only when its optimizer has stepped.
 
         Args:
             scheduler: The scheduler.
@@ -1075,7 +1075,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader. The returned loader yields this process's share of the batches.
+        """Prepare one data loader. The returned one yields only this process's batches, moved to its device.
 
         Args:
             data_loader: A DataLoader, or any iterable of batches.
@@ -1093,19 +1093,19 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.loader(data_loader, device_placement, tail, place, shard, fill)
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared loader, so that checkpoints no longer include its position."""
+        """Release a prepared data loader that is no longer used, so that checkpoints do not include its position."""
         self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        """Return the function that moves a batch to the device, or None on the CPU."""
+        """Return the function that copies a batch to this process's device. None on the CPU, which needs no copy."""
         return self.preparation.default_placement()
 
     # step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager around one micro-batch, so that optimizers step only every few micro-batches.
+        """Return a context manager for one micro-batch. Optimizers inside it step only on every n-th micro-batch.
 
-        Inside it, gradients are reduced and optimizers step only at the end of an accumulation window.
+        Gradients are reduced over processes only on that micro-batch, too.
 
         Args:
             *models: The prepared models whose gradients accumulate. All models if none is given.
@@ -1117,7 +1117,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.optimizer_step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, after dividing it by the number of accumulated micro-batches.
+        """Compute the gradients of a loss, which is first divided by the number of accumulated micro-batches.
 
         With fp16 mixed precision, the loss is scaled as well. With `weight`, the resulting gradients are those of the
         weighted mean over all accumulated micro-batches and all processes. Pass a weight for every micro-batch or for
@@ -1131,7 +1131,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.optimizer_step.backward(loss, weight, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale, before you read or clip them.
+        """Undo the loss scaling of fp16 in the gradients. Call it before you read or change gradients.
 
         Args:
             optimizer: One or several prepared optimizers. None unscales the gradients of all.
@@ -1141,7 +1141,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the total norm of gradients to `max_norm` at the end of an accumulation window.
+        """Clip gradients to a total norm of at most `max_norm`, once all accumulated micro-batches have contributed.
 
         Args:
             parameters: The parameters whose gradients to clip.
@@ -1155,11 +1155,11 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.optimizer_step.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value] at the end of an accumulation window."""
+        """Clamp every gradient element to `[-clip_value, clip_value]`, once all micro-batches have contributed."""
         self.optimizer_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the precision's autocast context, for computations outside a prepared model such as a loss.
+        """Return the context manager for mixed precision outside a prepared model, for example around the loss.
 
         Args:
             autocast_handler: Options of this context. `AutocastKwargs(enabled=False)` computes in full precision.
@@ -1172,7 +1172,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that splits sequences over processes for one forward and backward pass.
+        """Return a context manager in which processes split the sequences of a batch by context parallelism.
 
         It has no effect if the strategy does not use context parallelism.
 
@@ -1186,13 +1186,13 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.strategy.split_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for creating a model as the strategy needs it, such as on the meta device."""
+        """Return a context manager in which to create a model. With FSDP, its parameters then use no memory yet."""
         return self.strategy.init_context()
 
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager for a loop in which processes may have different numbers of batches.
+        """Return a context manager for a loop in which some processes may run out of batches before others.
 
         Args:
             joinables: The prepared models.

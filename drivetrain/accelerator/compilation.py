@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Compilation:
-    """Options for compiling prepared models with `torch.compile`."""
+    """Options with which `Accelerator.prepare` compiles models by `torch.compile`."""
 
     backend: str
     mode: str | None = None
@@ -41,7 +41,7 @@ class Compilation:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile a model in place with `torch.compile`. Modules that are already compiled are not changed.
+        """Compile a model in place with `torch.compile`. A model that is already compiled is left as it is.
 
         Of a Trainer's task, each submodule is compiled instead of the step methods, so that logging causes no graph
         breaks.
@@ -65,7 +65,7 @@ class Compilation:
             module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to compile separately: a model's repeated blocks, or else the whole model."""
+        """Return the modules to compile separately: the model's repeated blocks, or the whole model if it has none."""
         blocks = repeated_blocks(model)
         if blocks:
             return blocks
@@ -87,7 +87,7 @@ class Compilation:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules that have parameters and can be called, which a `ModuleList` cannot."""
+    """Return the outermost submodules with parameters and a `forward` of their own, so no `ModuleList`."""
     found: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -98,7 +98,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
-    """Return a function to compile in place of `module`, which does nothing but call the module.
+    """Return a function that only calls `module`, for `torch.compile` to compile instead of the module itself.
 
     Torch does not compile frames of its own files, but it compiles this function and what it calls.
     """
@@ -116,7 +116,7 @@ def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
 
 @cache
 def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
-    """Return a code object that is shared by all modules with the same class and tensor shapes.
+    """Return one code object for all modules with equal class and tensor shapes, to share compiled code.
 
     Torch caches compiled code by code object. With a single code object for all modules, each module would count as a
     recompilation. Beyond eight (`torch._dynamo.config.recompile_limit`), nothing more would be compiled.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context manager for Local SGD: gradients are not reduced, and parameters are averaged every few steps.
+    """Context manager for Local SGD: processes train on their own and average their parameters every few steps.
 
     See Lin et al., "Don't use large mini-batches, use local SGD" (2018, https://arxiv.org/abs/1808.07217). At the end
     of the context, parameters are equal on all processes.
@@ -76,7 +76,7 @@ class LocalSGD:
         self._unsynchronised.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step, and average the parameters over processes every `local_sgd_steps` calls."""
+        """Count one optimizer step. Every `local_sgd_steps` calls, average the parameters over all processes."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -64,7 +64,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def strategy(self) -> Strategy:
-        """Return a `drivetrain.Megatron` strategy with the plugin's options.
+        """Return a `drivetrain.Megatron` strategy that is configured with this plugin's options.
 
         Raises:
             ConfigurationError: An option is not supported.

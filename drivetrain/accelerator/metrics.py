@@ -23,7 +23,7 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather per-sample values from all processes, without the values of padding rows.
+    """Gather per-sample values from all processes, and drop those of samples that were repeated to fill a batch.
 
     Args:
         data: Tensors or Python objects, possibly nested, computed from the current batch.
@@ -77,14 +77,14 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if a list or tuple holds nested values, and False if each item belongs to one sample."""
+    """Return True if a list or tuple is a structure to gather item by item, False if it has one entry per sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
 
 
 def _holds_tensors_only(data: Any) -> bool:
-    """Return True if a nested structure contains tensors and nothing else."""
+    """Return True if nested data, such as a dict of lists, contains tensors but no other objects."""
     if isinstance(data, Tensor):
         return True
     if isinstance(data, Mapping):
@@ -127,7 +127,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """Gather Python objects from all processes: one per sample for lists and tensors, else one per process."""
+    """Gather Python objects from all processes into one list, without the duplicates that pad the last batch."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]
@@ -142,10 +142,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Error message that a process sends instead of its values, so that all other processes fail too.
-
-    Without this message, they would wait for the values.
-    """
+    """Error message sent to the other processes in place of values, so that they fail too instead of waiting."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -159,7 +156,7 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
 
 
 def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if all processes have full batches without padding, so that no rows must be removed.
+    """Return True if no process has padding rows in its current batch, so that gathered values need no trimming.
 
     All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with
     batches of one size reports.
@@ -183,7 +180,7 @@ def _is_short(source: PreparedLoader | ActiveLoaders) -> bool:
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
-    """Return how many leading rows of a tensor are not padding. None if it does not belong to a batch.
+    """Return how many leading rows of a tensor are real samples, not padding. None if it belongs to no batch.
 
     A tensor belongs to a current batch if it has the same number of rows. If the current batch has fewer real rows than
     a full one, a tensor with the rows of a full batch also counts, such as a loss repeated by the batch size. In nested
@@ -202,7 +199,7 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """Return the number of rows by which the current batch is smaller than a full one, or 0 if unknown."""
+    """Return by how many rows the loader's current batch is smaller than a full batch. 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

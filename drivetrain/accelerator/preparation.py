@@ -68,7 +68,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings with which an Accelerator was created, kept for `accelerator.state`.
+    """Settings of the Accelerator that was created last, which every `AcceleratorState` shows.
 
     Attributes:
         mixed_precision: The name of the precision. Full precision is `"no"`.
@@ -86,7 +86,7 @@ class EngineRecord:
 
 
 class AcceleratorState(PartialState):
-    """Process information and settings of an Accelerator, available as `accelerator.state`.
+    """Settings of the Accelerator and facts about this process, available as `accelerator.state`.
 
     An instance that a script creates shows the Accelerator that was created last. Each Accelerator has its own.
 
@@ -121,14 +121,14 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the most recent Accelerator, and with `reset_partial_state` also the process state."""
+        """Forget the settings of the last Accelerator, and with `reset_partial_state=True` the process state too."""
         cls.registry().pop(_ENGINE, None)
         if reset_partial_state:
             super()._reset_state()
 
     @property
     def record(self) -> EngineRecord:
-        """The Accelerator's settings, such as its precision and plugins, in one object."""
+        """The settings of the Accelerator that was created last, such as its precision and plugins, in one object."""
         try:
             found: EngineRecord = self.engine_record
         except AttributeError:  # an unpickled state has no record
@@ -145,56 +145,56 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The name of the precision, such as `"bf16"`, or `"no"` for full precision."""
+        """The selected precision, such as `"bf16"`. It is `"no"` for full precision."""
         return self.record.mixed_precision
 
     @property
     def deepspeed_plugins(self) -> Any:
-        """The DeepSpeed plugins passed to the Accelerator: a dict by name, a single plugin, or None."""
+        """What was passed as `Accelerator(deepspeed_plugins=...)`: a dict by name, a single plugin, or None."""
         return self.record.plugins.get("deepspeed_plugins")
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use, from the script or the launcher, or None without DeepSpeed."""
+        """The DeepSpeed plugin in use, from the script or the launcher. None if the run does not use DeepSpeed."""
         return self.record.plugins.get("deepspeed_plugin")
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The FSDP plugin in use, from the script or the launcher, or None without FSDP."""
+        """The FSDP plugin in use, from the script or the launcher. None if there is no such plugin."""
         return self.record.plugins.get("fsdp_plugin")
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The Megatron-LM plugin in use, from the script or the launcher, or None without Megatron-LM."""
+        """The Megatron-LM plugin in use, from the script or the launcher. None if there is no such plugin."""
         return self.record.plugins.get("megatron_lm_plugin")
 
     @property
     def torch_tp_plugin(self) -> Any:
-        """The tensor-parallel plugin that was passed to the Accelerator, or None."""
+        """The tensor-parallel plugin that the script has passed to the Accelerator, or None."""
         return self.record.plugins.get("torch_tp_plugin")
 
     @property
     def dynamo_plugin(self) -> Any:
-        """The plugin with the options of `torch.compile`, or None before an Accelerator exists."""
+        """The plugin with the options of `torch.compile`. None before an Accelerator exists."""
         return self.record.plugins.get("dynamo_plugin")
 
     @property
     def parallelism_config(self) -> Any:
-        """The configuration of the device mesh, from the script or the launcher, or None."""
+        """The sizes of the device mesh, from the script or the launcher. None if the run has no mesh."""
         return self.record.plugins.get("parallelism_config")
 
     @property
     def device_mesh(self) -> Any:
-        """Always None: the strategy does not publish its device mesh in this state."""
+        """Always None, because `accelerator.state` does not offer the device mesh. Kept for existing scripts."""
         return self.record.plugins.get("device_mesh")
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if the strategy shards parameters with torch's `fully_shard` (FSDP 2)."""
+        """True if the run shards parameters with torch's `fully_shard` (FSDP 2)."""
         return self.record.is_fsdp2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Return one of several DeepSpeed plugins by its name.
+        """Return the DeepSpeed plugin with the given name, if several were passed to the Accelerator.
 
         Raises:
             ConfigurationError: No plugin has this name.
@@ -209,7 +209,7 @@ class AcceleratorState(PartialState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Select which of several DeepSpeed plugins the next calls of `prepare` use.
+        """Select one of several DeepSpeed plugins by name, for the models that are prepared next.
 
         Objects that are already prepared keep their configuration. `deepspeed_plugin` returns the active plugin.
 
@@ -235,14 +235,14 @@ class AcceleratorState(PartialState):
 def autocast_context(
     precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
 ) -> AbstractContextManager[Any]:
-    """Return a precision's autocast context, for computations outside a prepared model such as the loss."""
+    """Return the context manager for mixed precision outside a prepared model, such as around the loss."""
     if options is None:
         return precision.forward_context()
     return precision.autocast(kind, options.enabled, options.cache_enabled)
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """Return a function that calls `function` in the precision's context, such as autocast.
+    """Return a function that calls `function` within the precision's context, such as autocast.
 
     A precision without a context returns `function` unchanged.
     """
@@ -258,7 +258,7 @@ def under_precision(function: Callable[..., Any], precision: Precision) -> Calla
 
 
 class PrecisionForward:
-    """Replacement for a module's `forward` that runs the original in a mixed or low precision.
+    """Replacement for a module's `forward` that runs it in a mixed or low precision.
 
     It casts inputs, enters the precision's context, and converts outputs to float32 under mixed precision, so that a
     loss outside the model is computed in float32.
@@ -286,13 +286,13 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Restore the original `forward` of a module whose `forward` was replaced to apply a precision."""
+        """Restore the original `forward` of a module, in place of the one that applies a precision."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Replace a module's `forward` with one that applies a precision. An earlier precision is removed."""
+    """Make a module's `forward` run in a precision, for example under autocast. Replaces an earlier precision."""
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
@@ -319,7 +319,7 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Create the precision from the script's argument, else from the launcher, else from the strategy.
+    """Return the `Precision` that the script selects, else the launcher's, else the one that the strategy sets.
 
     Args:
         spec: The `mixed_precision` argument of the script, or None.
@@ -359,21 +359,21 @@ def make_precision(
 
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
-    """Return the `mixed_precision` value for a precision, such as `"bf16"`, or `"no"` for full precision."""
+    """Return the name of a precision as `accelerator.mixed_precision` shows it, such as `"bf16"` or `"no"`."""
     if isinstance(strategy, Configured):
         return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
 
 
 def backend_of(precision: Precision) -> str | None:
-    """Return the name of the package that computes a precision, such as `"torchao"`, or None for torch itself."""
+    """Return the package that computes in a precision, such as `"torchao"`. None if torch itself does."""
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
 def set_up_strategy(
     spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
 ) -> Strategy:
-    """Create and initialize the strategy that is selected by its name, by a plugin or by the launcher.
+    """Create the strategy selected by name, by a plugin or by the launcher, and set it up for this process.
 
     A name or an object wins over the launcher, and a plugin must not contradict a name.
 
@@ -444,7 +444,7 @@ def make_state(
     launched: Launched,
     dynamo: TorchDynamoPlugin | None,
 ) -> AcceleratorState:
-    """Create `accelerator.state` from the process state and the settings of an Accelerator."""
+    """Create the object that `accelerator.state` returns, from the settings of an Accelerator."""
     shown = {name: value for name, value in vars(plugins).items() if value is not None}
     if launched.settings:
         asked = {
@@ -466,7 +466,7 @@ def make_state(
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project configuration, after setting its `project_dir` to `directory` if one is given."""
+    """Return the project configuration with the given output directory. Raises if it already has another one."""
     given = None if directory is None else os.fspath(directory)
     if configuration is None:
         return ProjectConfiguration(project_dir=given)
@@ -482,7 +482,7 @@ def make_project(
 
 
 def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Return a copy of the data loader settings, or new settings from `split_batches` if None are given."""
+    """Return a copy of the given data loader settings, or default ones with `split_batches` if none are given."""
     if given is None:
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
@@ -496,7 +496,7 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """Return the gradient accumulation settings from the script, or else from the launcher.
+    """Return the options of gradient accumulation: those of the script, or else those of the launcher.
 
     Args:
         steps: The number of micro-batches per optimizer step, or None.
@@ -519,7 +519,7 @@ def make_accumulation(
 
 
 def is_scheduler(item: Any) -> bool:
-    """Return True if an object is a learning-rate scheduler."""
+    """Return True if an object is a learning-rate scheduler, judged by its class or its methods."""
     if isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
         return True
     # transformers' and others' schedulers that do not subclass torch's
@@ -535,7 +535,7 @@ FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the o
 
 @dataclass
 class PreparationOptions:
-    """Options for preparing models, optimizers, data loaders and schedulers.
+    """Options with which `Accelerator.prepare` treats models, optimizers, data loaders and schedulers.
 
     Changes apply to objects that are prepared later.
 
@@ -556,7 +556,7 @@ class PreparationOptions:
 
 
 class Preparation:
-    """Preparation of models, optimizers, data loaders and schedulers for distributed training.
+    """Object that prepares models, optimizers, data loaders and schedulers for `Accelerator.prepare`.
 
     Attributes:
         compilation: Options for compiling models, or None.
@@ -582,7 +582,7 @@ class Preparation:
         self._step, self._prepared, self._active = step, prepared, active
 
     def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers. Returns them in the given order.
+        """Prepare models, optimizers, data loaders and schedulers, and return the objects to use in their place.
 
         See `Accelerator.prepare`.
         """
@@ -616,7 +616,7 @@ class Preparation:
     # models
 
     def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """Prepare one model, and return the module to call in its place. See `Accelerator.prepare_model`."""
+        """Prepare one model for distributed training, and return the module to call in place of the original."""
         return self._model_with(model, [], device_placement, evaluation_mode)[0]
 
     def _model_with(
@@ -650,7 +650,7 @@ class Preparation:
         return prepared, rewrapped
 
     def unwrap_model(self, model: nn.Module, keep_forward: bool, keep_compiled: bool) -> nn.Module:
-        """Return the original module of a prepared model. See `Accelerator.unwrap_model`."""
+        """Return the user's original module from a prepared model, by default without its precision's `forward`."""
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)
@@ -658,7 +658,7 @@ class Preparation:
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return a model's full, unsharded state dict with tensors on the CPU.
+        """Return the full state dict of a prepared model, with tensors on the CPU. All processes must call this.
 
         See `Accelerator.get_state_dict`.
         """
@@ -667,7 +667,7 @@ class Preparation:
     # optimizers and schedulers
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Prepare one optimizer. The returned optimizer steps only after the last accumulated micro-batch."""
+        """Prepare one optimizer. The returned one updates weights only when enough micro-batches have accumulated."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         for known in self._prepared.optimizers:
@@ -684,7 +684,7 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler. The returned scheduler steps only if its optimizers do.
+        """Prepare one learning-rate scheduler. The returned one steps only when its optimizers have stepped.
 
         See `Accelerator.prepare_scheduler`.
         """
@@ -723,7 +723,7 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader. The returned loader yields this process's share of the batches.
+        """Return a loader that reads `data_loader` and yields only this process's batches, moved to the device.
 
         See `Accelerator.prepare_data_loader`.
         """
@@ -757,7 +757,7 @@ class Preparation:
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared loader and stop its workers, so that checkpoints no longer include its position."""
+        """Release a data loader that is no longer used: stop its workers, and leave it out of checkpoints."""
         for inner in getattr(loader, "loaders", [loader]):
             inner.end_workers()
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]
@@ -771,7 +771,7 @@ class Preparation:
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """Return a context manager in which processes may have different numbers of batches.
+        """Return a context manager for a loop in which processes may run out of batches at different times.
 
         See `Accelerator.join_uneven_inputs`.
         """
@@ -800,7 +800,7 @@ class Preparation:
                 loader.tail = tail
 
     def release(self, objects: Sequence[Any]) -> list[None]:
-        """Forget all prepared objects and free cached device memory. See `Accelerator.free_memory`."""
+        """Release all prepared objects and free cached device memory. Returns None for each of `objects`."""
         for loader in self._prepared.loaders:
             self._active.leave(loader)
         self._prepared.clear()
@@ -818,12 +818,12 @@ def _tail(even_batches: bool | None) -> TailPolicy:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Return True if a model or a submodule is spread over several devices by an `hf_device_map`."""
+    """Return True if a model or a submodule is spread over several devices by a `device_map`."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the compiled module around `bare` in a prepared model, or None if the model is not compiled."""
+    """Return the `torch.compile` wrapper of the user's module `bare` within a prepared model, or None."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

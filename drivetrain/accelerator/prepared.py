@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """Lists of a run's prepared models, optimizers, schedulers and data loaders, in preparation order.
+    """The objects that a run has prepared: models, optimizers, schedulers and data loaders, in order.
 
     Attributes:
         models: The modules to call, as the strategy returned them.
@@ -42,7 +42,7 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the original optimizers that train a model, or all optimizers if there is only one model."""
+        """Return the original optimizers with parameters of `model`. With a single model, return all optimizers."""
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -50,24 +50,24 @@ class Prepared:
         return [one for one in bare if any(id(parameter) in own for parameter in parameters_of(one))]
 
     def owners_of(self, parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
-        """Return the original optimizers that train at least one of the given parameters."""
+        """Return the original optimizers that hold at least one of the given parameters."""
         wanted = {id(parameter) for parameter in parameters}
         bare = (optimizer.optimizer for optimizer in self.optimizers)
         return [one for one in bare if any(id(parameter) in wanted for parameter in parameters_of(one))]
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step of any optimizer was skipped because gradients overflowed."""
+        """True if an optimizer skipped its last step because gradients overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def forget(self, objects: Sequence[Any]) -> None:
-        """Remove the given objects from the lists of prepared objects. Unknown objects are ignored."""
+        """Stop keeping track of the given objects. Objects that were not prepared are ignored."""
         gone = {id(item) for item in objects}
         for group in self._groups():
             group[:] = [item for item in group if id(item) not in gone]
 
     def forget_model(self, model: nn.Module) -> None:
-        """Remove a prepared model, the optimizers that train only this model, and their schedulers."""
+        """Stop keeping track of a model, and of the optimizers and schedulers that belong only to this model."""
         own = {id(parameter) for parameter in model.parameters()}
         optimizers = [o for o in self.optimizers if all(id(parameter) in own for parameter in parameters_of(o))]
         gone = {id(optimizer) for optimizer in optimizers}
@@ -75,7 +75,7 @@ class Prepared:
         self.forget([model, *optimizers, *schedulers])
 
     def clear(self) -> None:
-        """Remove all prepared objects from the lists. Objects registered for checkpointing remain."""
+        """Stop keeping track of all prepared objects. Objects registered for checkpointing are kept."""
         for group in self._groups():
             group.clear()
 
@@ -84,7 +84,7 @@ class Prepared:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of an optimizer, group by group."""
+    """Return all parameters of an optimizer in one list."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -95,7 +95,7 @@ _GRADIENTS = "gradients"
 
 
 class GradientState:
-    """Progress of gradient accumulation and of data loader iteration, available as `accelerator.gradient_state`.
+    """Status of gradient accumulation and of the data loaders, available as `accelerator.gradient_state`.
 
     An instance that a script creates shows the Accelerator that was created last.
 
@@ -121,7 +121,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the most recent Accelerator, so that new instances no longer show its state."""
+        """Detach `GradientState` from the Accelerator created last. Later instances then show default values."""
         PartialState.registry().pop(_GRADIENTS, None)
 
     def _find(self) -> tuple[AccumulationWindow | None, ActiveLoaders | None]:
@@ -130,12 +130,12 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True if an Accelerator exists in this process."""
+        """True if this process has created an Accelerator."""
         return self._find()[0] is not None
 
     @property
     def sync_gradients(self) -> bool:
-        """True if the current micro-batch is the last of a gradient accumulation window."""
+        """True during the last micro-batch before an optimizer step, when gradients are reduced over processes."""
         window, _ = self._find()
         return self._synchronises if window is None else window.sync_gradients
 
@@ -152,67 +152,67 @@ class GradientState:
 
     @property
     def plugin(self) -> GradientAccumulationPlugin:
-        """The `GradientAccumulationPlugin` with the accumulation settings in use."""
+        """The current options of gradient accumulation, as a `GradientAccumulationPlugin`."""
         window, _ = self._find()
         return self._plugin if window is None else window.plugin
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation settings as a dict. Changed entries apply from the next micro-batch on."""
+        """The options of gradient accumulation as a dict. Changes to it apply from the next micro-batch on."""
         return vars(self.plugin)
 
     @property
     def num_steps(self) -> int:
-        """The number of micro-batches per optimizer step."""
+        """The number of micro-batches whose gradients accumulate for each optimizer step."""
         return self.plugin.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The `adjust_scheduler` option of the accumulation settings, which has no effect."""
+        """The option `adjust_scheduler` of `GradientAccumulationPlugin`. It has no effect in drivetrain."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """True if a loader's last batch always triggers an optimizer step, even with too few micro-batches."""
+        """True if optimizers step on a loader's last batch, even if fewer micro-batches than usual have accumulated."""
         return self.plugin.sync_with_dataloader
 
     @property
     def sync_each_batch(self) -> bool:
-        """True if gradients are reduced after every micro-batch."""
+        """True if gradients are reduced after every micro-batch, not only before the optimizer step."""
         return self.plugin.sync_each_batch
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The innermost loader being iterated, or None outside of loops."""
+        """The data loader that is being iterated, in nested loops the innermost one. None outside of loops."""
         _, active = self._find()
         return None if active is None else active.innermost
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """A list of None, followed by the data loaders being iterated, from outermost to innermost."""
+        """The prepared data loaders that are being iterated, from the outermost to the innermost loop, after a None."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
     @property
     def in_dataloader(self) -> bool:
-        """True if a loader is being iterated."""
+        """True while a prepared data loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if the current batch is the last one of its loader."""
+        """True during the last batch of the innermost data loader that is being iterated."""
         loader = self.active_dataloader
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """The number of samples in an epoch's last global batch, without padding. -1 before it, or if unknown."""
+        """The number of samples in the last global batch, without padding. -1 before the last batch, or if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Always True: gradients are already reduced when an optimizer steps on XLA devices."""
+        """Always True, because gradients on XLA devices are reduced by the time an optimizer steps."""
         return True
 
     def __repr__(self) -> str:
@@ -230,7 +230,7 @@ def _nothing() -> None:
 
 
 class PreparedOptimizer(OptimizerProxy):
-    """Optimizer returned by `Accelerator.prepare`, which steps only after the last accumulated micro-batch.
+    """Optimizer returned by `Accelerator.prepare`, whose steps do nothing while micro-batches accumulate.
 
     Other attributes are those of the original optimizer.
 
@@ -265,11 +265,11 @@ class PreparedOptimizer(OptimizerProxy):
         return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Gradients of its parameters are reduced from the next step on."""
+        """Add a parameter group to the wrapped optimizer. Its gradients are reduced from the next step on."""
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, except those that still accumulate in the current window.
+        """Clear the gradients, but do nothing between the micro-batches of one accumulated optimizer step.
 
         The loop may therefore call it before the backward or after the step.
         """
@@ -278,7 +278,7 @@ class PreparedOptimizer(OptimizerProxy):
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer step at the end of an accumulation window. Within a window, do nothing.
+        """Update the weights if the current micro-batch is the last to accumulate. Otherwise, do nothing.
 
         Args:
             closure: A function that computes the loss and its gradients. None if the gradients exist already.
@@ -290,7 +290,7 @@ class PreparedOptimizer(OptimizerProxy):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Compute gradients only for this optimizer's parameters in the body, as for one side of a GAN.
+        """Return a context in which only this optimizer's parameters get gradients, as when training one side of a GAN.
 
         Args:
             sync_grad: True to reduce gradients over processes in the body.
@@ -315,19 +315,19 @@ class PreparedOptimizer(OptimizerProxy):
                 parameter.requires_grad_(required)
 
     def train(self) -> Any:
-        """Switch a schedule-free optimizer to training mode."""
+        """Switch a schedule-free optimizer, which has a `train` method, to training mode."""
         return self.optimizer.train() if hasattr(self.optimizer, "train") else None
 
     def eval(self) -> Any:
-        """Switch a schedule-free optimizer to evaluation mode."""
+        """Switch a schedule-free optimizer, which has an `eval` method, to evaluation mode."""
         return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the original optimizer's state dict."""
+        """Return the state dict of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the original optimizer, with the parameters' memory layout for its tensors."""
+        """Load a state dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
         lay_out_state(self.optimizer)
 
@@ -336,7 +336,7 @@ class PreparedOptimizer(OptimizerProxy):
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the original optimizer of a prepared one."""
+    """Return the original optimizer from a prepared one. Other optimizers are returned unchanged."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
@@ -362,7 +362,7 @@ def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
 
 
 class AccumulationWindow:
-    """Counter of the micro-batches that contribute to the next optimizer step.
+    """Counter that decides which micro-batch is the last one before an optimizer step (gradient accumulation).
 
     A plain loop enters each micro-batch by `advance`, and the end of its data loader ends the window. The Trainer,
     which fetches the micro-batches of a step in advance, sets their number with `begin` and enters each by
@@ -398,11 +398,11 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True if gradients have accumulated for an optimizer step that needs more micro-batches."""
+        """True between the first backward pass and the optimizer step, while more micro-batches are needed."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
-        """Count the next micro-batch of a plain loop, and set `sync_gradients` if it is the last of its window."""
+        """Count the next micro-batch in a hand-written training loop, and decide if optimizers step after it."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self.count == 0:
@@ -427,7 +427,7 @@ class AccumulationWindow:
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Start a new accumulation window that has `size` micro-batches."""
+        """Start the accumulation of `size` micro-batches for one optimizer step. Used by the Trainer."""
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size
@@ -436,7 +436,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Count the next micro-batch of a window whose size was set with `begin`."""
+        """Count the next micro-batch of a step whose number of micro-batches was set by `begin`."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -444,25 +444,25 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """Reset the counter, and mark gradients of an unfinished window to be discarded."""
+        """End a loop that counts its steps with `begin`. The next step clears gradients of an unfinished one."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
 
     def set_steps(self, num_steps: int) -> None:
-        """Change the number of micro-batches per optimizer step, from the next accumulation window on."""
+        """Change how many micro-batches accumulate for each optimizer step, starting with the next step."""
         plugin = self.plugin
         self.plugin = replace(plugin, num_steps=num_steps)
         if self.count == 0:
             self.size = num_steps
 
     def mark_backward(self) -> None:
-        """Record that a backward pass has added gradients for the next optimizer step."""
+        """Record that there are gradients for the next optimizer step, because a backward pass has run."""
         # Without `accumulate`, there are no windows, and gradients never belong to an unfinished one.
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear gradients that remain from a loop that ended before its optimizer step."""
+        """Clear leftover gradients of a loop that was left, for example by `break`, before its optimizer step."""
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -474,7 +474,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor, to correct their average for the actual number of micro-batches."""
+        """Multiply all accumulated gradients by a factor, to average them over the actual number of micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.
@@ -487,7 +487,6 @@ class AccumulationWindow:
         scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)
 
     def _abandon(self) -> None:
-        """Mark the gradients that no optimizer step has used, so that they are cleared before the next window."""
         self.is_abandoned = True
         for optimizer in self._prepared.optimizers:
             optimizer.holds_abandoned = not optimizer.has_stepped and any(
@@ -501,7 +500,7 @@ class AccumulationWindow:
             self.reset()
 
     def reset(self) -> None:
-        """Set the counter to zero, so that the next micro-batch begins a new accumulation window."""
+        """Start counting micro-batches from zero again."""
         self.count = 0
         self.sync_gradients = True
         self.holds_gradients = self._entered = self.planned = False
@@ -513,7 +512,7 @@ class AccumulationWindow:
 
 
 class PreparedScheduler:
-    """Learning-rate scheduler returned by `Accelerator.prepare`, which steps only if its optimizers do.
+    """Learning-rate scheduler returned by `Accelerator.prepare`. It steps only when its optimizers have stepped.
 
     Args:
         scheduler: The original scheduler, also available as `.scheduler`.
@@ -543,7 +542,7 @@ class PreparedScheduler:
         self._steps_per_call = 1 if watches else steps_per_call
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the original scheduler, unless an optimizer still accumulates gradients or skipped its step."""
+        """Step the wrapped scheduler, but only if its optimizers have just stepped."""
         if not self._with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -563,16 +562,16 @@ class PreparedScheduler:
         return _unprepared_scheduler, (self.scheduler, self._steps_per_call)
 
     def get_last_lr(self) -> Any:
-        """Return the learning rates of the last step, one per parameter group."""
+        """Return the current learning rates of the wrapped scheduler, one per parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the original scheduler's state dict."""
+        """Return the state dict of the wrapped learning-rate scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the original scheduler."""
+        """Load a state dict into the wrapped learning-rate scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -588,7 +587,7 @@ def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedSchedu
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a scheduler to parameter groups that were added to its optimizer after its creation.
+    """Extend a learning-rate scheduler to parameter groups that were added to its optimizer later.
 
     A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
     this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
@@ -602,14 +601,13 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Adapt a scheduler to a new learning rate that was assigned to the parameter group at index `number`."""
+    """Make a scheduler continue from the learning rate that the user has set in the parameter group `number`."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)
 
 
 def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> None:
-    """Give the parameter group at index `number` the first group's schedule, scaled to its own learning rate."""
     first, group = groups[0], groups[number]
     rate, own = float(first["lr"]), float(group["lr"])
     ratio = own / rate if rate else 1.0
@@ -627,7 +625,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and, recursively, the schedulers that it combines, as in `SequentialLR`."""
+    """Yield a scheduler and all schedulers inside of it, as a `SequentialLR` contains several."""
     yield scheduler
     # Torch 2.13 has no public name for these schedulers.
     for part in vars(scheduler).get("_schedulers", ()):

@@ -39,7 +39,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Opened checkpoint that restores models, optimizers and other state one kind at a time.
+    """Checkpoint opened for loading, which restores models, optimizers, loaders and other state separately.
 
     Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
     tool.
@@ -93,7 +93,7 @@ class SavedEngine:
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint except for the tensors of models and optimizers, which are read into shards later."""
+        """Read all of a checkpoint but the tensors of models and optimizers. Each process reads its shards later."""
         described = checkpoint.describe_run_state(self.directory)
         later = set(find_places(described)[:2])
         paths = [
@@ -107,7 +107,7 @@ class SavedEngine:
         return {**described, **found, **({"engine": engine} if "engine" in described else {})}, own
 
     def refuse_weights_only(self) -> None:
-        """Raise an error if the checkpoint holds only weights, so that training cannot resume from it."""
+        """Raise an error if the checkpoint holds weights but no optimizer state, so that training cannot resume."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
                 f"{self.directory} contains weights only, so training cannot resume from it. Load the weights with "
@@ -117,7 +117,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise an error if the saved objects differ in number or class from the prepared and registered ones.
+        """Raise a `CheckpointError` if saved models or optimizers differ in number or class from this run's.
 
         Args:
             models: The models to compare. None compares all prepared models.
@@ -158,7 +158,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Ignore all saved objects of a kind after the first `count`, with a warning that lists them."""
+        """Drop saved objects of one kind, such as models, after the first `count`, and warn which are not loaded."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
@@ -174,7 +174,7 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Load the checkpoint's weights into the given models. None loads them into all prepared models."""
+        """Load the checkpoint's weights into the given models. With `models=None`, load all prepared models."""
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -191,7 +191,7 @@ class SavedEngine:
                 )
 
     def restore_optimizers(self) -> None:
-        """Load the checkpoint's optimizer states into the prepared optimizers."""
+        """Load the optimizer states of the checkpoint into the prepared optimizers."""
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
@@ -210,21 +210,21 @@ class SavedEngine:
         self.engine[kind] = in_schema(found)["engine"][kind]
 
     def restore_schedulers(self) -> None:
-        """Load the checkpoint's scheduler states into the prepared learning-rate schedulers."""
+        """Load the learning-rate scheduler states of the checkpoint into the prepared schedulers."""
         for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
     def restore_registered(self) -> None:
-        """Load the checkpoint's states into the objects that were registered for checkpointing."""
+        """Load the checkpoint's states into the objects that the user has registered for checkpointing."""
         for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
             item.load_state_dict(state)
 
     def restore_precision(self) -> None:
-        """Load the checkpoint's precision state, such as the loss scale of fp16."""
+        """Load the checkpoint's state of the numeric precision, such as the loss scale of fp16."""
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Restore the epoch of each prepared data loader, so that the interrupted epoch comes next.
+        """Restore the positions of the prepared data loaders, so that they start with the interrupted epoch.
 
         A loader prepared with `use_stateful_dataloader` continues at the next sample. A loader after the last batch of
         an epoch continues with the next epoch. Loaders without saved state are not changed.
@@ -237,7 +237,7 @@ class SavedEngine:
 
     @property
     def random(self) -> Any:
-        """The random state that the checkpoint stores for this process, or None.
+        """The random number generator state in the checkpoint for this process, or None if it has no such state.
 
         If another number of processes wrote the checkpoint, this is the state of the same rank. Additional ranks reuse
         the states from the start.
@@ -250,12 +250,12 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Set the random generators to the state that the checkpoint stores for this process, if any."""
+        """Set the random number generators to their states in the checkpoint, if it has any for this process."""
         restore_random(self.random)
 
 
 def restore_random(state: Mapping[str, Any] | None) -> None:
-    """Set the global random generators to a saved state. No effect if `state` is None."""
+    """Set the random number generators of Python, NumPy and torch to a saved state. None changes nothing."""
     if state is not None:
         RandomState.from_state_dict(state).restore()
 
@@ -276,18 +276,18 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """Naming of checkpoints as `checkpoints/checkpoint_<n>` in the project directory, and their rotation."""
+    """Numbered checkpoints, `checkpoints/checkpoint_<n>`. The oldest are removed if there are too many."""
 
     configuration: ProjectConfiguration
     state: PartialState
 
     @property
     def enabled(self) -> bool:
-        """True if checkpoints that are saved without a directory get a number as their name."""
+        """True if `save_state()` without a directory names checkpoints by number, such as `checkpoint_3`."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the directory for the next numbered checkpoint. Raises an error if that directory exists."""
+        """Return the folder for the next numbered checkpoint. Raises an error if the folder exists already."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -297,7 +297,7 @@ class NumberedCheckpoints:
         return self._path(number)
 
     def latest(self) -> Path:
-        """Return the directory of the checkpoint with the highest number."""
+        """Return the folder of the checkpoint with the highest number."""
         numbers = self._from_main_process()
         if not numbers:
             raise CheckpointError(
@@ -306,7 +306,7 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Increase the number for the next checkpoint, and remove the oldest ones beyond `total_limit`.
+        """Count a saved checkpoint, and delete the oldest ones if there are more than `total_limit`.
 
         The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
         are neither removed nor counted.
@@ -326,7 +326,7 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Set the next checkpoint's number to follow that of the loaded checkpoint.
+        """Continue the numbering of checkpoints after the number of a loaded checkpoint.
 
         No effect if the loaded checkpoint is not one of this project's numbered checkpoints.
         """
@@ -364,7 +364,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and data loader positions to save in place of the current ones.
+    """Random state and data loader positions of an earlier time, for a checkpoint that describes this time.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
@@ -380,7 +380,7 @@ class Moment:
 
 
 class RunState:
-    """Writer and reader of a run's checkpoints, used by both `Accelerator` and `Trainer`.
+    """Object that writes and reads the checkpoints of a run, for `Accelerator` and `Trainer`.
 
     The states of prepared objects have the same layout for every training loop (see `drivetrain.checkpoint.manifest`).
     A training loop such as the Trainer's adds named entries, shared and per process. Entries that the next training
@@ -414,7 +414,7 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Register objects for checkpointing. Each needs `state_dict()` and `load_state_dict(state)`."""
+        """Add objects with `state_dict()` and `load_state_dict(state)` to those that checkpoints contain."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -431,7 +431,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the states of prepared and registered objects for a checkpoint. All processes must call this.
+        """Return the state dicts of all prepared objects for a checkpoint. All processes must call this.
 
         Args:
             weights_only: True to return only the models' weights and classes.
@@ -454,12 +454,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return the checkpoint content for a single model that is evaluated but not trained."""
+        """Return checkpoint content with the weights of one model only, for a run that only evaluates."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of prepared and registered objects, by kind. An unknown class is None."""
+        """Return the class names of all objects in a checkpoint, which are compared when it is loaded."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -480,7 +480,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint, and return an object to wait for its completion. All processes must call this."""
+        """Write a checkpoint, possibly in the background. Returns an object to wait for. Call it on all processes."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -491,7 +491,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the content of a checkpoint: the state of the whole run, and the state of this process only.
+        """Return the content of a checkpoint as two dicts: the state that processes share, and this process's own.
 
         Args:
             engine: The states of prepared objects, from the method `engine`.
@@ -506,7 +506,7 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Run the user's pre-save hooks, then write a checkpoint. Returns the checkpoint's directory.
+        """Call the user's hooks, then save a checkpoint. Returns the checkpoint's folder.
 
         See `Accelerator.save_state`.
         """
@@ -525,7 +525,7 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Raise an error during an optimizer step, and warn if a checkpoint would lose accumulated gradients."""
+        """Raise if a checkpoint is saved during an optimizer step, or warn if it would lose accumulated gradients."""
         if self._step.is_torn:
             raise CheckpointError(
                 "A checkpoint cannot be saved while an optimizer is in its step, for example in the closure of "
@@ -547,7 +547,7 @@ class RunState:
         safe: bool = True,
         on_each_node: bool = False,
     ) -> None:
-        """Save a model's full weights in files of at most `max_shard_size`. See `Accelerator.save_model`."""
+        """Write a model's full weights to files of at most `max_shard_size` each, which other libraries can load."""
         weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
@@ -562,18 +562,18 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint and return an object that restores its parts. All processes must call this."""
+        """Open a checkpoint for loading. The returned object restores models, optimizers and other state."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Remember a training loop's checkpoint entries, so that later checkpoints contain them as well.
+        """Remember checkpoint entries of an earlier training loop, so that later checkpoints still contain them.
 
         An entry with the same name from the current training loop replaces the remembered one.
         """
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Run the user's pre-load hooks, then restore all prepared and registered objects from a checkpoint.
+        """Call the user's hooks, then restore all prepared and registered objects from a checkpoint.
 
         See `Accelerator.load_state`.
         """
@@ -597,7 +597,7 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model that an optimizer trains, or a `ModuleList` if it trains several models."""
+        """Return the prepared model whose parameters an optimizer holds, or a `ModuleList` if there are several."""
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
@@ -606,5 +606,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise an error if a checkpoint cannot store a state, such as one with objects of unknown classes."""
+    """Raise an error if a state dict contains objects that a checkpoint cannot store, such as of unknown classes."""
     pack({name: state})

@@ -32,7 +32,7 @@ from drivetrain.strategies.precision import Precision, overrides
 
 @dataclass(eq=False)
 class WeightedMean:
-    """Gradient computation for a weighted mean of losses over all micro-batches and processes.
+    """Mean of a step's losses over all micro-batches and processes, weighted by sample or token counts.
 
     The mean over a global batch, `sum_i loss_i / sum_i weight_i`, is not the average of the micro-batches' means if
     their weights differ. This class therefore accumulates gradients of the loss sums and adds up all weights. It
@@ -54,7 +54,7 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Return True if any process gives its losses a weight. All processes must call this method.
+        """Return True if any process passes a weight with its first loss. All processes must call this method.
 
         Called once, at the first loss, because the answer needs communication.
 
@@ -75,7 +75,7 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Return the scaled loss of one micro-batch for the backward pass, and record its weight.
+        """Scale one micro-batch's loss sum for the backward pass, and add its weight to the step's total.
 
         Args:
             loss: The sum of this micro-batch's losses.
@@ -93,10 +93,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Prepare for weighted losses in the next optimizer step, even if this process has none.
-
-        This process then still takes part when the total weight is summed over processes.
-        """
+        """Let this process take part in the sum of loss weights, even if none of its own losses has a weight."""
         self._weights.clear()
         self.pending = True
 
@@ -105,7 +102,7 @@ class WeightedMean:
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Divide accumulated gradients by the total loss weight of all processes. All processes must call this.
+        """Divide accumulated gradients by the step's total loss weight. All processes must call this.
 
         Args:
             parts: The prepared modules, each with the optimizers of its parameters.
@@ -161,7 +158,7 @@ _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Callbacks that the Trainer registers to run at fixed points of an optimizer step.
+    """Callbacks with which the Trainer observes or replaces parts of an optimizer step, such as clipping.
 
     Empty hooks cost nothing.
 
@@ -190,7 +187,7 @@ class StepHooks:
 
 
 class OptimizerStep:
-    """Backward pass, gradient clipping and optimizer step for all prepared models and optimizers.
+    """Engine that runs backward pass, gradient clipping and optimizer step for all prepared optimizers.
 
     A plain loop runs the parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared
     optimizer. The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
@@ -221,7 +218,7 @@ class OptimizerStep:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if some gradients are not used by an optimizer step yet. A checkpoint would lose these gradients."""
+        """True if there are gradients for a future optimizer step. A checkpoint saved now would lose them."""
         if self.window.is_within:
             return True
         if self.window.is_abandoned:
@@ -230,11 +227,11 @@ class OptimizerStep:
         return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
-        """Record that the Trainer's current optimizer step is complete, so that saving a checkpoint is safe."""
+        """Mark the Trainer's optimizer step as complete, after which a checkpoint can be saved."""
         self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
-        """Register the hooks to run in all following optimizer steps. `StepHooks()` removes all hooks."""
+        """Set the callbacks that run in all following optimizer steps, in place of the current ones."""
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
         # Skip methods that the strategy does not override, since each call costs time in a short step.
@@ -253,9 +250,9 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager that restores the current hooks at its end and drops unused gradients.
+        """Return a context manager for trial steps. At its end, hooks are restored and leftover gradients dropped.
 
-        Used for trial steps, which register hooks of their own.
+        Trial steps register hooks of their own.
         """
         hooks, in_use = self._hooks, self.weights.in_use
         try:
@@ -269,7 +266,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Compute the gradients of one micro-batch's loss, after applying its weight and the loss scale."""
+        """Run the backward pass of one micro-batch, with the loss scaled to its share in the optimizer step."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -304,7 +301,7 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Compute gradients for several losses of one micro-batch, each only for the parameters listed with it."""
+        """Run a backward pass for each of several losses, each only for the parameters given with this loss."""
         last = len(losses) - 1
         # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
@@ -324,9 +321,9 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Bring accumulated gradients to their final values, for example divide them by the loss weights.
+        """Complete the accumulated gradients before they are read: reduce them, and divide them by loss weights.
 
-        No effect until the last micro-batch of an optimizer step. Called before gradients are read, clipped or used.
+        No effect until the last micro-batch of an optimizer step.
         """
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
@@ -336,12 +333,12 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Return True if a hook returns False, which means that the optimizer step should be skipped."""
+        """Call the hooks that can skip an optimizer step, and return True if one of them does."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's gradients, then run the hooks that inspect or clip gradients before a step."""
+        """Undo the loss scaling in an optimizer's gradients, then call the hooks that inspect or clip gradients."""
         if self._unscale is not None:
             self._unscale(optimizer)
         if self._hooks.before_step:
@@ -350,7 +347,7 @@ class OptimizerStep:
             self._hooks.clip(optimizer)
 
     def step_all(self) -> bool:
-        """Step all optimizers. Returns False if a hook or a gradient overflow caused a step to be skipped."""
+        """Step all optimizers. Returns False if a step was skipped, because of an overflow or a hook."""
         if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
@@ -373,7 +370,7 @@ class OptimizerStep:
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer after the last micro-batch of an accumulation window. Before that, do nothing.
+        """Step one optimizer if the current micro-batch is the last to accumulate. Otherwise, do nothing.
 
         Returns:
             The closure's return value, or None without a closure. Also None if the optimizer calls the closure itself.
@@ -408,7 +405,7 @@ class OptimizerStep:
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that computes gradients with `closure`, then completes, unscales and clips them.
+        """Return a closure that calls `closure`, then makes its gradients ready for the optimizer's step.
 
         The returned closure returns the mean loss over all processes, because a line search must take the same
         decisions on every process.
@@ -429,7 +426,7 @@ class OptimizerStep:
     # parts that a loop may run by itself
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Start the next micro-batch. Returns a context manager that avoids gradient reduction where possible.
+        """Start the next micro-batch. Returns a context that skips gradient reduction until the last one.
 
         Gradients are reduced only for the last micro-batch of an optimizer step, or always with `sync_each_batch`.
         """
@@ -440,12 +437,12 @@ class OptimizerStep:
         return self.without_sync(chosen[0]) if len(chosen) == 1 else self._all_without_sync(chosen)
 
     def without_sync(self, model: nn.Module | None) -> AbstractContextManager[Any]:
-        """Return a context manager that turns off gradient reduction for a model. No effect if `model` is None."""
+        """Return a context manager in which backward passes do not reduce the model's gradients over processes."""
         return nullcontext() if model is None else self._strategy.gradients.no_sync(model)
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Return a context manager in which `backward` reduces gradients even after a forward in `no_sync`."""
+        """Return a context in which `backward` reduces gradients, although the forward pass ran within `no_sync`."""
         before = self._prepare_backward, self._differentiate
         if isinstance(model, ReducingWrapper):
             self._prepare_backward, self._differentiate = model.prepare_backward, self._differentiate_with_hooks
@@ -455,7 +452,7 @@ class OptimizerStep:
             self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Compute gradients and update parameters in one pass, for optimizers that fuse both, such as LOMO."""
+        """Run backward and update the weights in one pass, with optimizers that support it, such as LOMO."""
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
@@ -473,14 +470,14 @@ class OptimizerStep:
             yield
 
     def unscale(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
-        """Divide the gradients of the given optimizers by the loss scale. None unscales all optimizers."""
+        """Undo the loss scaling in the gradients of the given optimizers, or of all optimizers for None."""
         self.finish_gradients()
         chosen = self._prepared.optimizers if optimizers is None else optimizers
         for optimizer in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients to a total norm before the optimizer step, and return the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`. Returns the norm before clipping.
 
         While gradients still accumulate, nothing is clipped, and the norm of this process's gradients so far is
         returned.
@@ -495,13 +492,13 @@ class OptimizerStep:
         return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value] at the end of a window."""
+        """Clamp every gradient element to `[-clip_value, clip_value]`, once all micro-batches have contributed."""
         given = self._complete(parameters)
         if given is not None:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Finish and unscale the gradients of `parameters`. Returns None while gradients still accumulate.
+        """Make the gradients of `parameters` ready to be clipped. Returns None while micro-batches accumulate.
 
         Otherwise, returns the parameters as a list.
         """
@@ -517,7 +514,6 @@ class OptimizerStep:
 
 
 def _has_gradients(optimizer: PreparedOptimizer) -> bool:
-    """Return True if any gradient of the optimizer exists and is not all zeros."""
     gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
     return any(each.is_sparse or bool(each.any()) for each in local)

@@ -19,7 +19,7 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Experiment trackers of an Accelerator, or of the Trainer that uses the Accelerator."""
+    """Start and end of a run in each experiment tracker, such as TensorBoard, and their state in checkpoints."""
 
     state: PartialState
     project: ProjectConfiguration
@@ -33,7 +33,7 @@ class RunTracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
-        """Create the trackers that were selected by `log_with`, and start a run in each of them.
+        """Start a run in each experiment tracker that `log_with` selects.
 
         See `Accelerator.init_trackers`.
         """
@@ -51,16 +51,16 @@ class RunTracking:
         atexit.register(self._at_exit)
 
     def finish(self) -> None:
-        """End all tracker runs. While an exception is being handled, the runs are marked as failed."""
+        """End the runs of all experiment trackers. They are marked as failed if an exception is being handled."""
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
-        """End all tracker runs, wait for all processes, and destroy the process group."""
+        """Finish the trackers' runs, then destroy the process group when all processes have arrived."""
         self.finish()
         self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return a tracker by name. With `unwrap`, return the tracking library's own run object.
+        """Return an experiment tracker by its name. With `unwrap=True`, return the tracking library's own object.
 
         See `Accelerator.get_tracker`.
         """
@@ -78,11 +78,11 @@ class RunTracking:
     # the state of the run
 
     def entries(self) -> dict[str, Any]:
-        """Return what a checkpoint stores so that trackers can continue their runs, as a dict."""
+        """Return the trackers' state, such as run ids, for a checkpoint, so that a resumed run continues them."""
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Restore the trackers' state from a checkpoint, so that they continue the checkpoint's runs.
+        """Restore the experiment trackers' state from a checkpoint, so that they continue the runs of that time.
 
         Trackers that are created later continue these runs too.
         """
@@ -92,7 +92,7 @@ class RunTracking:
 
 
 def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
-    """Return `log_with` after checking that all names are known and the required packages are installed."""
+    """Return `log_with` unchanged. Raises an error if a tracker is unknown or its package is not installed."""
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     )

@@ -114,7 +114,7 @@ def _terminal() -> Terminal:
 
 
 class Terminal:
-    """Prompts for answers in a terminal, made with questionary."""
+    """Questions and answers in a terminal, by the package questionary."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         import questionary
@@ -127,7 +127,7 @@ class Terminal:
         return bool(self._answer(questionary.confirm(question, default=default)))
 
     def enter(self, question: str, name: str, default: str) -> Any:
-        """Prompt for the value of a launch setting, and return it. Invalid input is rejected while typing.
+        """Ask the user for the value of a launch setting, and return it. Invalid values cannot be entered.
 
         Args:
             question: The text of the prompt.
@@ -156,7 +156,7 @@ class Terminal:
 
 
 class Questionnaire:
-    """Interactive questions about the launch settings, whose answers become a configuration file.
+    """The questions of `drivetrain config`, whose answers become the user's configuration file.
 
     Attributes:
         values: The answers, by name of the setting.

@@ -16,7 +16,7 @@ _TYPES = {"int": int, "float": float}
 
 
 class LaunchCommand(click.Command):
-    """Click command whose help shows its flags in sections."""
+    """Command whose `--help` shows its flags in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -36,7 +36,7 @@ def section_of(name: str) -> str:
 
 
 def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for every launch setting to a command. The value of a flag that is not given is None."""
+    """Add one flag for each launch setting to a command. Flags that are not given have the value None."""
     for setting in reversed(SETTINGS.values()):
         names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
         names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]

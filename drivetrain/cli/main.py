@@ -82,7 +82,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Click group that imports a command only when it is run, so that help is shown fast."""
+    """Group of commands that imports each command only when it is run, so that `--help` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -121,7 +121,7 @@ def explain(code: str | None) -> None:
 
 
 def main() -> None:
-    """Run the command line, then exit. Errors that drivetrain raises are printed without a traceback."""
+    """Run drivetrain's command line. Its own errors are printed without a traceback."""
     try:
         code = cli(prog_name="drivetrain", standalone_mode=False)
     except click.exceptions.Abort:

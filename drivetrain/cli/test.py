@@ -69,7 +69,7 @@ def test(flags: tuple[str, ...]) -> int:
 
 
 def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """Return the launch settings from the flags, and whether they are only to be shown (`--dry_run`)."""
+    """Parse flags of `drivetrain launch`. Returns the settings, and True if `--dry_run` is among the flags."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect

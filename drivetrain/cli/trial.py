@@ -35,7 +35,7 @@ LOW_PRECISION = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of the training setup: name, success, and a text for the user.
+    """Result of one check of `drivetrain test`: the check's name, whether it passed, and an explanation.
 
     Attributes:
         name: Name of the check.
@@ -49,11 +49,11 @@ class Finding:
 
 
 class CheckFailed(Exception):
-    """Raised by a check of the setup that fails. The message compares the actual result with the expected one."""
+    """Raised if a check of `drivetrain test` fails. The message compares the result with the expected one."""
 
 
 class Block(nn.Module):
-    """Residual block of the test network, which sharding strategies can shard as one unit."""
+    """Residual block of the network that `drivetrain test` trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Network(nn.Module):
 
 
 class Trial:
-    """Checks of a distributed setup, from the number of processes to training and checkpoints.
+    """The checks that `drivetrain test` runs on a distributed setup, such as collectives, training and checkpoints.
 
     Later checks rely on earlier ones.
     """
@@ -215,7 +215,7 @@ class Trial:
         return outputs.float()
 
     def losses(self, steps: int = STEPS) -> Iterator[float]:
-        """Train the test network on this setup. Yields the mean loss of each step over all processes."""
+        """Train a small network on the setup under test. Yields the mean loss of each step over all processes."""
         accelerator = self.accelerator
         loader = DataLoader(self.data, ROWS)
         if self.model is None:
@@ -242,7 +242,7 @@ class Trial:
                     return
 
     def plain_losses(self) -> Iterator[float]:
-        """Train the test network in plain PyTorch on one process, as the reference. Yields each step's mean loss."""
+        """Train the small network in plain PyTorch on one process. Yields each step's loss, for comparison."""
         device = self.accelerator.device
         network = copy.deepcopy(self.network).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -265,7 +265,7 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """Yield a path in a temporary folder that all processes of this machine share, and remove it at the end."""
+    """Return a context that yields a temporary path, which all processes on this machine share."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:
@@ -281,7 +281,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Check the setup of this run, up to the first check that fails. All processes must call this function.
+    """Run the checks of `drivetrain test` until one fails, and return their results. Call it on all processes.
 
     Args:
         processes: The expected number of processes. None accepts any number.
@@ -314,7 +314,7 @@ def examine(
 
 
 def main() -> None:
-    """Check the setup of this run. The first process of each machine writes the results to a JSON-lines file."""
+    """Run the checks of `drivetrain test`, and write their results to a file for the command to read."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--results", required=True)
     parser.add_argument("--processes", type=int)

@@ -24,7 +24,7 @@ PAYS = 1.1
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a script's settings that `drivetrain tune` tries, such as more workers for a data loader.
+    """One change that `drivetrain tune` tries on a training script, such as more data loader workers.
 
     Attributes:
         text: The change as Python code.
@@ -74,7 +74,7 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the command line that runs a trial, split where the path of the trial's JSON file goes."""
+    """Return the command line that times a training script, as the parts before and after the trial's JSON file."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 
@@ -88,7 +88,7 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
-    """Run the script with a change. Returns the `seconds` of a step and further `changes`, or the `problem`.
+    """Run the user's script with changed settings, and return the measured time of a training step, or an error.
 
     Args:
         command: The command line before and after the path of the trial's JSON file.

@@ -39,7 +39,7 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Callback that measures the time of a step, writes the result to a file, and ends the process.
+    """Trainer callback that times the training steps of `drivetrain tune`, writes a result, and ends the process.
 
     The first steps are not measured, because they include compilation and other start-up work.
     """
@@ -119,7 +119,7 @@ class Pace(Callback):
 
 
 def _patch_trainer(change: Change, result: Path) -> None:
-    """Patch the class `Trainer` in this process so that any script's trainer runs a short trial with a change.
+    """Patch `Trainer` so that the user's script only runs a few steps with a changed setting, and times them.
 
     Args:
         change: The change to try.

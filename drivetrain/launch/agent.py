@@ -55,14 +55,14 @@ _DYING = 0.2  # seconds that a killed process may still exist after its peers ha
 
 @dataclass(frozen=True)
 class Ending:
-    """Exit code of an ended process, and the time in seconds at which the process was last seen alive."""
+    """How a rank's process ended: its exit code, and the time in seconds when it was last seen running."""
 
     exit_code: int
     last_seen: float
 
 
 class LocalRanks:
-    """Processes that run the ranks of this machine, from their start to their end or restart.
+    """Processes that run this machine's ranks, with methods to watch, signal and end them.
 
     All methods identify a process by its local rank.
     """
@@ -104,21 +104,21 @@ class LocalRanks:
         return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
 
     def ended_early(self) -> list[int]:
-        """Return the global ranks of this machine's processes that have exited with code 0."""
+        """Return the global ranks on this machine whose process has already exited with code 0."""
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
-        """Return True if a rank has recorded a fatal error, even if its process still runs exit handlers."""
+        """Return True if a rank has recorded a fatal error. Its process may still be running its exit handlers."""
         record = self._record(local)
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Return True if a rank has failed or is about to fail, and the run cannot continue without it."""
+        """Return True if a rank has failed and the run must end or restart, as other ranks cannot replace this rank."""
         failed = self._failed()
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return the failed ranks without which the run can continue, or an empty list if all ranks failed.
+        """Return the failed ranks whose work other ranks take over, so that the run continues without them.
 
         A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
         """
@@ -149,7 +149,7 @@ class LocalRanks:
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank raised an exception or was killed by another signal than `number`."""
+        """Return True if a rank has raised an exception or was killed by a signal other than `number`."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
@@ -157,7 +157,7 @@ class LocalRanks:
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """Return the failures of this machine's ranks. Ranks that the launcher stopped are left out.
+        """Return the failures of this machine's ranks, without those of ranks that the launcher itself stopped.
 
         Args:
             with_lost: False to also leave out ranks without which the run can continue.
@@ -188,12 +188,12 @@ class LocalRanks:
         return failures
 
     def was_preempted(self) -> bool:
-        """Return True if the first rank to fail exited because of a preemption, after it had saved its state."""
+        """Return True if the ranks have ended because of a preemption and have saved a state to resume from."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
     def was_interrupted(self) -> bool:
-        """Return True if the first rank to fail was interrupted by Ctrl-C."""
+        """Return True if the run ended because a rank was interrupted by Ctrl-C."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
 
@@ -203,11 +203,11 @@ class LocalRanks:
     # Termination
 
     def await_other_failures(self) -> None:
-        """Wait a moment for other ranks to exit, in case one of them caused the failure that was seen first."""
+        """Wait briefly after a failure, because the rank that caused it may record its own failure a little later."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
-        """Terminate processes with SIGTERM, and kill those that still run after `patience` seconds.
+        """Stop ranks with SIGTERM, and kill those that are still running after `patience` seconds.
 
         A process that waits in a collective does not react to SIGTERM.
         """
@@ -219,7 +219,7 @@ class LocalRanks:
         self.kill(ranks)
 
     def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to the given ranks' processes and their child processes. Ended processes are skipped."""
+        """Send a signal to the processes of the given ranks and to all their child processes."""
         self._signal(ranks, number, os.killpg)
 
     def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
@@ -244,7 +244,7 @@ class LocalRanks:
         self.wait(left, STOP_PATIENCE)
 
     def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the processes have exited, but at most `patience` seconds or until `until()` is true."""
+        """Wait until the given ranks have exited, for at most `patience` seconds. Ends early if `until()` is true."""
         waited_for = set(ranks)
         deadline = time.monotonic() + patience
         self.poll()
@@ -253,7 +253,7 @@ class LocalRanks:
             self.poll()
 
     def end_orphans(self) -> None:
-        """Terminate child processes of ranks that have exited, so that they do not disturb a restart.
+        """Kill child processes that exited ranks have left behind, such as data workers, before a restart.
 
         SIGTERM comes first, because multiprocessing's resource tracker needs a moment to free shared memory.
         """
@@ -293,7 +293,7 @@ _FAREWELL = 3.0  # seconds that the machine with the store waits for the others 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Exchange restart counts between machines. Returns the highest number of attempts and of failures.
+    """Exchange the machines' numbers of restarts and failures, and return the highest of each.
 
     A machine that joins the run later thus continues the counts of the others. Waits for all machines.
     """
@@ -304,7 +304,7 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
 
 
 class Peers:
-    """Connection to the launchers on the other machines of a run, through a key-value store.
+    """Connection to the launchers on a run's other machines, to exchange failures and signs of life.
 
     Each start of the ranks uses its own keys. With a single machine, all methods return at once. The same happens after
     the machine that serves the store has exited.
@@ -320,7 +320,7 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Tell the other machines that this machine's ranks have ended, and the first failure if there is one."""
+        """Tell the other machines' launchers that the ranks of this machine have ended, and why, if they failed."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
@@ -347,7 +347,7 @@ class Peers:
             return False
 
     def collect_stacks(self, own: str) -> str:
-        """Return the stack traces of the ranks on all machines. Machines without a timely reply are named.
+        """Collect the stack traces of all machines' ranks for a report about a hang, and return them as one text.
 
         Args:
             own: The stack traces of this machine's ranks.
@@ -370,7 +370,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine has requested the stack traces of this machine's ranks."""
+        """Return True if another machine's launcher requests this machine's stack traces, to report a hang."""
         if self._machines == 1:
             return False
         try:
@@ -383,7 +383,7 @@ class Peers:
         self._write("stacks", own)
 
     def is_time_to_poll(self) -> bool:
-        """Return True if a second has passed since the last True, and then also publish a heartbeat."""
+        """Return True once per second, when the launcher should look at the other machines. Also sends a heartbeat."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False
@@ -393,7 +393,7 @@ class Peers:
         return True
 
     def lost(self) -> list[int]:
-        """Return the indices of machines whose last heartbeat is more than `LOST_AFTER` seconds old."""
+        """Return the indices of machines whose launcher has sent no heartbeat for more than `LOST_AFTER` seconds."""
         now = time.monotonic()
         try:
             # Compare counters and use only this machine's clock, because clocks differ between machines.
@@ -409,7 +409,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Publish that this machine's ranks have succeeded. Returns True once all machines have done so."""
+        """Tell the other machines that this one has succeeded. Returns True when all machines have succeeded."""
         if self._machines == 1:
             return True
         self._write("done", "1")
@@ -419,7 +419,7 @@ class Peers:
             return True  # the machine that serves the store exits only after all machines are done
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
-        """Exchange failures between machines, and return the earliest one, or None if no rank failed.
+        """Exchange failures with the other machines, and return the earliest. None if no rank has failed anywhere.
 
         Call this after this machine's ranks have exited.
 
@@ -470,7 +470,7 @@ _LOST = "The other ranks continue: it was processing items of a work queue, and 
 
 
 class RankAgent(LocalElasticAgent):
-    """Torch elastic agent that starts, monitors and terminates the ranks of one machine."""
+    """Agent of torch elastic that starts, watches, restarts and ends the ranks of one machine."""
 
     def __init__(
         self,
@@ -513,11 +513,11 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def restarting(self) -> bool:
-        """True between the end of the ranks' processes and their restart."""
+        """True while no ranks run, because the previous ones have ended and the next attempt has not started."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
-        """Return the earliest failure over all machines, or None if no rank failed by itself."""
+        """Return the failure that happened first on any machine, or None if there is none."""
         failures = self._ranks.failures()
         return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
 
@@ -692,7 +692,7 @@ class RankAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stop_peers(self, locals_: Iterable[int]) -> None:
-        """Terminate ranks after the failure of another one. Before a restart, kill them without a SIGTERM."""
+        """Stop the remaining ranks after one has failed. Before a restart they are killed at once, to save time."""
         self._ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
@@ -704,7 +704,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait for all ranks to save after a preemption. The result lets torch restart the ranks or give up."""
+        """Wait until the preempted ranks have saved, then return the result that makes torch restart or end the run."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
@@ -726,7 +726,7 @@ class RankAgent(LocalElasticAgent):
         return self._give_up()
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
-        """Wait for ranks to save and exit within the grace period. If one crashes, terminate the others."""
+        """Wait until the ranks have saved their state and exited. If one crashes instead, stop the others."""
         ranks = self._ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
@@ -742,7 +742,7 @@ class RankAgent(LocalElasticAgent):
     # Signals
 
     def _take_signals(self, before: dict[signal.Signals, Any]) -> None:
-        """Install signal handlers that forward signals to the ranks, in place of torch's handlers.
+        """Install signal handlers that forward signals to the ranks, in place of those that torch installs.
 
         Torch's handlers raise an exception at an arbitrary point of the program.
 
@@ -755,7 +755,7 @@ class RankAgent(LocalElasticAgent):
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal to forward at the next poll. A repeated Ctrl-C or SIGTERM kills the ranks at once."""
+        """Signal handler that records a signal, to be forwarded to the ranks soon. A second one kills the ranks."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
@@ -772,7 +772,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """Error of a launch that scripts can also catch as `ChildFailedError`, like errors of torchrun."""
+    """Raised if a launch fails. Also a `ChildFailedError`, so that scripts written for torchrun can catch it."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

@@ -13,7 +13,7 @@ _NOT_PASSED_ON = "iqhuV?"
 
 @dataclass(frozen=True)
 class Invocation:
-    """Parsed command line with which a Python interpreter was started.
+    """The command line with which a Python interpreter was started, parsed to start it again.
 
     Attributes:
         kind: `"script"`, `"module"` (`-m`), `"command"` (`-c`) or `"stdin"`.

@@ -49,7 +49,7 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Number of processes, kind of device and environment variables for a launch on this machine.
+    """What a launch starts on this machine: number of processes, kind of device, environment variables.
 
     Attributes:
         local_processes: Number of processes on this machine.
@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Create a plan from launch options and this machine's devices. Raises an error if they do not fit."""
+        """Return what to start on this machine for a launch: number of processes, devices, environment variables."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -134,7 +134,7 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
 
 
 def _available_cores() -> int:
-    """Return the number of physical cores within this process's affinity mask and its container's quota."""
+    """Return the number of physical CPU cores that this process may use, also within a container."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -157,7 +157,7 @@ _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes, wait until they end, and return the exit code.
+    """Run a script in several processes, wait until they have ended, and return the run's exit code.
 
     The first rank that fails stops the others. Its traceback is written to stderr, once.
 
@@ -210,7 +210,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Connect to the other machines, start the processes of the script, and return the exit code."""
+    """Start the processes of a script on this machine, wait until they end, and return the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -350,7 +350,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until machine 0 accepts connections, with a message that tells the user what is missing.
+    """Wait until the first machine of the run accepts connections. Tells the user which machine is missing.
 
     Torch's own wait prints nothing and cannot be interrupted.
     """
@@ -374,7 +374,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
 
 
 def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
-    """Connect to the other machines in a background thread, so that Ctrl-C can interrupt the wait."""
+    """Wait until all machines of a run have connected. Unlike torch's own wait, Ctrl-C can interrupt this one."""
     failures: list[Exception] = []
 
     def meet() -> None:
@@ -395,7 +395,7 @@ def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
 
 
 def _local_address_for(address: str) -> str | None:
-    """Return the IP address with which this machine reaches `address`, or None if there is no route.
+    """Return this machine's IP address in the network of `address`. None if `address` cannot be reached.
 
     Other machines may not be able to resolve this machine's name.
     """
@@ -408,7 +408,7 @@ def _local_address_for(address: str) -> str | None:
 
 
 def _is_unresolved_local_address(address: str) -> bool:
-    """Return True if an address is this machine's, but torch would not recognize it by the host name.
+    """Return True if an address belongs to this machine, although torch cannot tell by the host name.
 
     On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
     """
@@ -454,7 +454,7 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Return a table row (name, value, source) for each given setting, with a note if it has no effect."""
+    """Return a table row for each launch setting: its name, value and source, and a note if it has no effect."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -469,7 +469,7 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Return a table of launch settings as text, with their values and the sources of the values.
+    """Return a text table of the launch settings, their values, and where each value comes from.
 
     It lists all top-level settings, and of groups such as `fsdp_config` only the settings that were given.
     """
@@ -500,7 +500,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Return a description of what a launch would start: processes, devices, settings and variables."""
+    """Return a text that describes what a launch would start, for `drivetrain launch --dry_run`."""
     plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines
@@ -518,7 +518,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
-    """Return a plan for a launch on Ray. Processes and devices are only known once the cluster is connected."""
+    """Return the launch plan for a run on a Ray cluster, whose devices are unknown before the connection."""
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
@@ -564,7 +564,7 @@ _PROGRAMS = ("mpirun", "mpiexec")
 
 
 def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes started by mpirun. Returns mpirun's exit code.
+    """Run a script in several processes that mpirun starts. Returns mpirun's exit code.
 
     Each process reads its rank from MPI's environment variables.
     """

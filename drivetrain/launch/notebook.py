@@ -37,7 +37,7 @@ _MOST_LINES = 12
 
 
 class NotebookError(LaunchError):
-    """Raised by `notebook_launcher` if a process fails. A notebook shows at most 12 lines of the message."""
+    """Raised if a process of `notebook_launcher` fails. Its message is short enough to read in a notebook."""
 
     def _render_traceback_(self) -> list[str]:
         lines = str(self).splitlines()
@@ -95,7 +95,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Pickle a value for a new Python process. Falls back to cloudpickle if pickle fails.
+    """Serialize a value for a new Python process with pickle, or with cloudpickle if pickle cannot do it.
 
     Args:
         value: The value.
@@ -129,7 +129,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return a message that names the object that cannot be pickled, or `""` if everything can be.
+    """Return an error message that names the object which cannot be pickled, or `""` if all can be.
 
     Args:
         parts: The objects to pickle, by the name to use in the message.
@@ -187,7 +187,7 @@ def launch_on_xla(
     mixed_precision: str,
     num_nodes: int,
 ) -> None:
-    """Run a function on the XLA devices of this machine, in one process for all or one per device.
+    """Run a function on the TPU or other XLA devices of this machine, in one or several forked processes.
 
     torch_xla forks the processes and assigns their devices. Objects in `args`, such as a model, are shared with them
     until they change them (copy on write).
@@ -229,7 +229,7 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """Run a function in a forked process, after setting the rank that the XLA runtime assigned to it."""
+    """Run a function in a process that torch_xla has forked, after setting variables such as `RANK`."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),
@@ -250,12 +250,12 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Raised in a child process to stop the import of a script where the script starts processes."""
+    """Raised in a child process that imports the user's script, where the script would start processes again."""
 
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """File and module name of the running script, with which a child process imports the script again.
+    """Location of the running script, from which a child process can import the script again.
 
     Attributes:
         path: Path of the file.
@@ -267,9 +267,9 @@ class ScriptMain:
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """Return the location of the running script, or None if there is no script to import.
+        """Return the file and module name of the running script. None in a notebook or an interactive session.
 
-        There is none in notebooks and interactive sessions, or with `python -m PACKAGE`.
+        Also None with `python -m PACKAGE`.
         """
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -280,7 +280,7 @@ class ScriptMain:
         return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
 
     def load(self) -> None:
-        """Import the script as the `__main__` module of this child process.
+        """Import the user's script in this child process, as its `__main__` module.
 
         Its `__name__` is `"__mp_main__"`, so that `if __name__ == "__main__"` does not run. The import stops at the
         call that would start processes again.
@@ -305,7 +305,7 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """Stop the import of a script in a child process, because the caller would start processes again.
+    """Stop the import of the user's script in a child process where the script would start processes again.
 
     No effect if no script is being imported.
     """
@@ -315,9 +315,9 @@ def stop_at_start_of_processes() -> None:
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Hide the script from multiprocessing in the body, so that it does not import the script by itself.
+    """Return a context in which multiprocessing starts child processes that do not run the user's script.
 
-    The child processes import the script with `ScriptMain.load`.
+    The child processes then import the script with `ScriptMain.load`.
     """
     main = sys.modules["__main__"]
     # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
@@ -339,7 +339,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised after Ctrl-C, once all child processes have ended in an orderly way.
+    """Raised after Ctrl-C if the processes have ended in order and the first one has returned a value.
 
     Attributes:
         value: Return value of the function in the first process.
@@ -355,7 +355,7 @@ class Call:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Run the setup function of the call, if there is one, before this process gets its rank."""
+        """Run the call's setup function in a new child process, before the process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -365,7 +365,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """Function call that is pickled for a new Python process, which imports the running script first."""
+    """Function call to be pickled for a new process, which imports the user's script before it unpickles the call."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -432,7 +432,7 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait for all processes, and return the value that the first process returns.
+        """Wait until all processes have ended, and return the function's return value on the first process.
 
         After a failure, the other processes are terminated.
 
@@ -461,7 +461,6 @@ class Processes:
         return self._returned()
 
     def _wait(self, patience: float = float("inf")) -> None:
-        """Wait until all processes have exited or one has failed, but at most `patience` seconds."""
         deadline = time.monotonic() + patience
         while alive := [process for process in self._processes.values() if process.exitcode is None]:
             left = deadline - time.monotonic()
@@ -516,7 +515,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures of processes that have ended. Call this before the others are terminated."""
+        """Return the failures of ended processes. Called before the others are stopped, as these then fail too."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
@@ -544,7 +543,7 @@ class Processes:
 
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
-    """Run a call in a child process, and send the returned value or the traceback to the parent."""
+    """Run the function call of one rank in a child process, and send its value or traceback to the parent."""
     # A forked process inherits the handlers of its parent, which forward signals to the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
@@ -581,7 +580,7 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent process to end, then exit this process. Runs in a thread of its own."""
+    """Exit this process as soon as its parent process has ended. Runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -684,7 +683,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Run a function in several processes on this machine. Returns the first process's value.
+    """Call a function in several new processes on this machine. Returns the value from the first process.
 
     The processes exit if this process exits.
 

@@ -89,7 +89,7 @@ def _option(section: str, help: str, kind: str = "text", default: Any = None, **
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of a launch, such as the number of processes and machines, the devices and the precision.
+    """Options of `drivetrain launch`, such as the number of processes, the devices and the precision.
 
     Each argument equals the flag of `drivetrain launch` with the same name. `module`, `stand_in` and `tee` are the
     flags `-m`, `--as` and `-t`. Groups of settings, such as `fsdp_config`, are dicts with the keys of a configuration
@@ -337,7 +337,7 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Create launch options from several dicts, such as command-line flags and a configuration file.
+        """Create launch options from several dicts, such as flags and a file. The first that has an option wins.
 
         Args:
             sources: Dicts from option to value. If several dicts have an option, the first one wins. None means not
@@ -350,7 +350,7 @@ class LaunchOptions:
 
     @classmethod
     def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
-        """Create launch options from settings that remember their source. Unused settings are ignored.
+        """Create launch options from settings that know where their value comes from, such as a flag or a file.
 
         Args:
             given: Values by name of the setting.
@@ -374,7 +374,7 @@ class LaunchOptions:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as a flat dict by name."""
+        """The launch options that the user has changed from their defaults, as a flat dict by option name."""
         found: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -386,7 +386,7 @@ class LaunchOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that pass the options to the processes, equal on every machine."""
+        """Environment variables by which the launcher passes its options to the processes of the run."""
         variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
         if self.debug:
             variables["DRIVETRAIN_DEBUG"] = "1"
@@ -402,7 +402,7 @@ class LaunchOptions:
         return variables
 
     def check_script(self, script: str) -> None:
-        """Raise an error if the script or program, or a file that the options name, does not exist.
+        """Raise an error if the script to launch or a file that the launch options name does not exist.
 
         Modules (`-m`) are not checked.
 
@@ -430,12 +430,12 @@ class LaunchOptions:
 
     @property
     def compares_calls(self) -> bool:
-        """True if debug mode is on, in which processes check that they call the same collectives."""
+        """True if debug mode is on: before each collective, processes compare their calls to find a mismatch."""
         return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds without progress after which a run counts as hanging, or None for the default.
+        """Time in seconds without progress after which the run is stopped as hanging. None uses the default.
 
         Taken from `hang_timeout`, or else from the environment.
 
@@ -457,13 +457,13 @@ class LaunchOptions:
 
     @property
     def rendezvous_settings(self) -> dict[str, str]:
-        """The settings in `rdzv_conf`, such as `timeout`, as a dict."""
+        """The settings for connecting the machines, such as `timeout`, as a dict. Parsed from `rdzv_conf`."""
         pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
     def device_ids(self) -> tuple[str, ...] | None:
-        """The ids of the devices to use on this machine, or None to use all devices."""
+        """The ids of the devices that the run may use on this machine. None allows all."""
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
         return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," means one id

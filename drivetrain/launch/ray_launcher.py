@@ -47,7 +47,7 @@ _PIPE = 65536  # bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Machine and GPUs on which Ray has placed a worker.
+    """Where Ray has placed the worker of one rank: the machine, and the GPUs on this machine.
 
     Attributes:
         node: Ray's id of the machine.
@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """State of a rank's process, and its output since the previous report.
+    """What a Ray worker reports about its rank: whether the process runs, and its new output.
 
     Attributes:
         output: New output in order: 1 for stdout or 2 for stderr, and the bytes.
@@ -78,7 +78,7 @@ class Report:
 
 
 class Stream:
-    """Reader of a process's output pipe, which keeps lines whole so that ranks do not mix within a line."""
+    """Reader of a rank's output, which passes on whole lines so that lines of different ranks do not mix."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return the complete lines of output that have arrived since the last call.
+        """Return the output that has arrived since the last call, without a last line that is still being written.
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 
@@ -115,7 +115,7 @@ class Stream:
 
 
 class RayWorker:
-    """Ray actor that runs one rank of the script as a child process on its machine.
+    """Ray actor for one rank. It runs the script in a child process on the machine where Ray has placed it.
 
     Ray executes its calls one after the other.
     """
@@ -173,7 +173,7 @@ class RayWorker:
         return process.pid
 
     def poll(self, patience: float) -> Report:
-        """Return a report of the rank. Waits up to `patience` seconds for new output or a changed state."""
+        """Return a report of the rank's state and new output. Waits up to `patience` seconds for a change."""
         ranks = self._running()
         deadline = time.monotonic() + patience
         while True:
@@ -194,7 +194,7 @@ class RayWorker:
         ranks.stop(ranks.alive(), patience)
 
     def clean_up(self) -> None:
-        """Kill the rank's process and its remaining child processes, and remove temporary files."""
+        """Kill the rank's process and its child processes, and remove its temporary files."""
         if self._ranks is not None:
             self.stop(0)
             self._ranks.end_orphans()
@@ -213,7 +213,7 @@ def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str])
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """Return the launcher's environment variables that are meaningful on other machines too.
+    """Return the environment variables to copy to other machines, without those that describe this machine.
 
     Args:
         environ: The environment.
@@ -247,7 +247,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(options: LaunchOptions) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start one with `ray_address="local"`. Yields the `ray` module."""
+    """Return a context with a connection to a Ray cluster, which is started first with `ray_address="local"`."""
     ray = import_ray()
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -269,7 +269,7 @@ def connected(options: LaunchOptions) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise an error if no Ray cluster listens at the address.
+    """Raise a `LaunchError` if no Ray cluster can be reached at the address.
 
     Ray itself retries for minutes and then kills the process.
     """
@@ -301,7 +301,7 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """Return the number of ranks to start on a Ray cluster, and whether each rank gets a GPU."""
+    """Return how many ranks to start on a Ray cluster, and True if each of them gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
@@ -318,7 +318,7 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
 def reserved(
     ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
 ) -> Iterator[list[Any]]:
-    """Start a Ray worker for each rank, all of them or none. Yields the workers and ends them afterwards.
+    """Return a context that yields one Ray worker for each rank, once Ray has the resources for all of them.
 
     Yields an empty list if a signal stopped the wait for free resources.
 
@@ -357,7 +357,7 @@ def reserved(
 def _await_resources(
     ray: Any, options: LaunchOptions, group: Any, needed: dict[str, float], count: int, stopped: Callable[[], bool]
 ) -> bool:
-    """Wait until Ray has reserved CPUs and GPUs for all workers. Returns False if `stopped()` is true."""
+    """Wait until the Ray cluster has enough free CPUs and GPUs for all ranks. False if the wait was stopped."""
     begin = time.monotonic()
     limit = float(options.rendezvous_settings.get("timeout", _RESERVE_TIMEOUT))
     noticed = False
@@ -388,7 +388,7 @@ def _has(ray: Any) -> str:
 
 
 def rank_order(places: list[Place]) -> list[int]:
-    """Return the indices of workers in the order of their ranks: by machine, then by GPU id."""
+    """Return the workers' indices in rank order, so that ranks of a machine are adjacent and follow its GPU ids."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
     # Sort ids by length first, so that 10 comes after 9.
@@ -406,7 +406,7 @@ _SETTLE = 0.5  # seconds to wait for other failures, since the first detected on
 
 
 def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes on a Ray cluster. Returns the exit code.
+    """Run a script in several processes on a Ray cluster, and return the run's exit code.
 
     Each worker reserves cores and, if the cluster has GPUs, one GPU. Ranks inherit this process's working directory and
     environment, except for variables that describe this machine.
@@ -460,7 +460,7 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait for all ranks to exit, and return the first failure, or None if all succeeded.
+        """Wait until all ranks have exited. Returns the first failure, or None if all have succeeded.
 
         After a failure or a signal, the other ranks are terminated.
         """
@@ -473,7 +473,7 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Receive reports from the workers, and print the output of their ranks."""
+        """Receive new states and output of the ranks from their Ray workers, and print the output."""
         # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
@@ -514,7 +514,7 @@ class RayRanks:
         self._kill()
 
     def _end_by_signal(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """Forward a signal to the ranks and wait for them to exit. A second signal kills them."""
+        """Forward a signal to all ranks, and wait until they have saved and exited. A second signal kills them."""
         for rank in self.alive():
             self._workers[rank].forward.remote(int(signals[0]))
         if signals[0] == signal.SIGINT:
@@ -527,7 +527,7 @@ class RayRanks:
         self._kill()
 
     def _crashed(self) -> bool:
-        """Return True if a rank has raised an exception, so that other ranks may wait for it in vain."""
+        """Return True if a rank has raised an exception, after which other ranks may wait for it forever."""
         return any(failure.text for failure in self.failures())
 
     def _kill(self) -> None:
@@ -577,7 +577,7 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
 
 
 def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """Yield the environment variables of each rank, such as `RANK`, `WORLD_SIZE` and the visible GPUs.
+    """Yield for each rank its environment variables, such as `RANK`, `WORLD_SIZE` and its visible GPUs.
 
     As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
     """
@@ -598,7 +598,7 @@ def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """Wait for the results of Ray calls and return them, or an empty list if `stopped()` is true."""
+    """Wait for the results of Ray calls, and return them. If `stopped()` becomes true, return an empty list."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []
@@ -633,7 +633,7 @@ def _after_signals(options: LaunchOptions, signals: Sequence[signal.Signals], ra
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect the termination signals that this process receives, in the list that is yielded."""
+    """Return a context that yields a list, to which each received termination signal, such as SIGTERM, is appended."""
     received: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number in FORWARDED_SIGNALS:

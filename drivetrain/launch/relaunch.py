@@ -13,12 +13,12 @@ from drivetrain.runtime.errors import LaunchError
 
 
 def already_launched() -> bool:
-    """Return True if a launcher, such as `drivetrain launch` or torchrun, started this process."""
+    """Return True if this process was started by a launcher such as `drivetrain launch` or torchrun."""
     return ProcessEnvironment.detect().is_launched
 
 
 def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
-    """Run this process's script again in several processes, then exit with the exit code of the run.
+    """Run this process's script again in several new processes, then exit with the exit code of that run.
 
     The script runs from its start in each process, with the same arguments and interpreter options. Code before this
     call therefore runs once in this process and once more in each new one.

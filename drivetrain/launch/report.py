@@ -47,7 +47,7 @@ COMPARE_CALLS = (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of one rank: its exit code, its time, and its traceback if there is one.
+    """Failure of one rank, with its exit code, its time and, if the rank recorded one, its traceback.
 
     Attributes:
         rank: Global rank.
@@ -71,7 +71,7 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """Exit code as a shell reports it: 128 plus the signal's number after a fatal signal."""
+        """Exit code in the form of a shell: 128 plus the number of a fatal signal, or the process's own code."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Contents of the file in which a rank records its failure for the launcher.
+    """What a failing rank writes to a file for the launcher: its error, time and exit code.
 
     Attributes:
         text: Traceback, or the message passed to `sys.exit`.
@@ -111,7 +111,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
 
 def read_record(path: str) -> FailureRecord | None:
-    """Read a rank's failure record, in the format of drivetrain or torch elastic. None if there is none."""
+    """Read the file in which a rank has recorded its failure. Returns None if there is no record."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -131,7 +131,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Return an error message about a rank's failure: cause, host, and traceback if there is one.
+    """Return a message for the user about a failed rank, with cause, machine and traceback.
 
     Args:
         failure: The failure.
@@ -170,7 +170,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Print that starting the run again will resume it, and return the exit code with this meaning."""
+    """Tell the user that starting the same command again resumes the run. Returns the exit code for this case."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
@@ -195,7 +195,7 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Return the exit code of a run that a signal ended, and print how the run ended.
+    """Return the launcher's exit code after a signal such as SIGTERM, and tell the user how the run ended.
 
     Args:
         received: The signal.
@@ -245,7 +245,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack trace of a rank's main thread, used to show where the rank hangs.
+    """Stack trace of a rank's main thread, to tell the user in which line and collective a rank hangs.
 
     Attributes:
         frames: The frames, innermost first.
@@ -255,7 +255,7 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse a stack trace written by `faulthandler`. Returns None if the text has no frames.
+        """Parse a stack trace in the format of Python's `faulthandler`. Returns None if it has no frames.
 
         If there are several stack traces, the last one counts.
         """
@@ -269,12 +269,12 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost frame of the user's code, or the innermost frame of all if there is no user code."""
+        """Innermost stack frame in the user's own code. Without one, the innermost frame of all."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective operation in which the rank waits, or None if it waits in none."""
+        """Name of the collective operation in which the rank waits, such as `gather`. None if it waits in none."""
         inside = list(takewhile(lambda frame: is_library(frame.filename), self.frames))
         ours = [frame for frame in inside if in_package(frame.filename, "runtime")]
         torchs = [frame for frame in inside if in_torch(frame.filename, "distributed")]

@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Latest progress of one rank, and the watchdog's time at which it was made."""
+    """Last sign of progress of one rank, and its time, from which the watchdog tells how long the rank is idle."""
 
     pid: int
     path: str
@@ -55,7 +55,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """State of one rank at the time when the watchdog found that the run hangs.
+    """State of one rank when a run hangs, with the stack trace that shows where the rank waits.
 
     Attributes:
         rank: Global rank.
@@ -105,7 +105,7 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check the ranks' progress. Returns reports of all ranks if the run hangs, or else None.
+        """Check the progress of the ranks. Returns a report of each rank if the run hangs, otherwise None.
 
         Checks at most once per second, and returns None in between.
         """
@@ -130,7 +130,7 @@ class Watchdog:
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Return a report of each living rank, with the stack trace that the rank writes on request."""
+        """Return a report of each running rank, with the current stack trace of its main thread."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -146,7 +146,7 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return a failure that describes a hang, attributed to the rank that has been idle longest.
+        """Return the failure to report if the run hangs, which names the rank that has been idle for longest.
 
         Args:
             reports: The reports of this machine's ranks.
@@ -170,7 +170,7 @@ class Watchdog:
         )
 
     def _waits(self, local: int, report: RankReport) -> bool:
-        """Return True if a rank is certainly blocked in a collective, not just busy with a long computation."""
+        """Return True if a rank certainly waits for other processes, False if it may be computing."""
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
         # On accelerators, CPU time does not count, and a forward or backward may still be computing.
@@ -234,7 +234,7 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Return the CPU seconds used by a process's main thread, or by the process where this is unknown."""
+    """Return the CPU time in seconds that a process's main thread has used, as a sign of progress."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
             # The name in brackets may contain spaces. After it, state is field 3, user and system time are 14 and 15.
@@ -250,7 +250,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal, which would kill the process otherwise.
+    """Return True if a process handles a signal, so that sending the signal does not kill the process.
 
     Also True on systems that do not show the handlers.
     """

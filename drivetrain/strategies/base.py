@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device and return it. Its parameters stay the same objects, so optimizers remain valid."""
+    """Move a model to a device and return it. Optimizers stay valid, as the parameters stay the same objects."""
     return move_in_place(model, device) if replaces_parameters(device) else model.to(device)
 
 
@@ -49,7 +49,7 @@ def move_in_place(
     placed: Callable[[str, nn.Parameter], None] | None = None,
     moves: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> nn.Module:
-    """Move a model's parameters and buffers to a device, keeping the parameter objects, and return the model.
+    """Move a model to a device without replacing its parameter objects, and return the model.
 
     On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
     earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
@@ -73,7 +73,7 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Move optimizer state to the device of a moved model. Raise if an optimizer holds a replaced parameter.
+    """Adapt optimizers to a model that was moved: move their state, and raise if they hold replaced parameters.
 
     `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
     that its optimizer would not train the model.
@@ -122,7 +122,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """Role of this process in the run: its rank and device, the data it loads, and if its metrics are counted.
+    """This process's rank, device and share of the data, and whether its samples and logged values are counted.
 
     Attributes:
         environment: Rank, local rank and world size of this process.
@@ -148,14 +148,14 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Return the topology of a run in which each process holds the whole model and loads its own data shard."""
+        """Return the topology for plain data parallelism: every process has the whole model and its own data."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Return the topology of a process in a device mesh, for tensor, context or pipeline parallelism."""
+        """Return the topology of this process in a device mesh, where several processes may share a model or data."""
         return cls(
             state.environment,
             state.kind,
@@ -176,22 +176,22 @@ class Topology:
 
     @property
     def computes_loss(self) -> bool:
-        """True if this process computes the loss, False if it runs an earlier pipeline stage of the model."""
+        """True on processes that compute the loss. With pipeline parallelism, these run the model's last stage."""
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """True if totals include this process's samples, False if another rank processes the same samples."""
+        """True if this process's samples are counted in totals. False if another rank gets the same samples."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if metrics include this process's logged values, False if they repeat another rank's values."""
+        """True if this process's logged values are counted in metrics. False if another rank logs the same values."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """Tuple of this process's index among the ranks whose logged values count, and the number of such ranks.
+        """Pair of this process's index among the ranks whose logged values are counted, and the number of such ranks.
 
         Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
         the index of its data shard.
@@ -202,7 +202,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Return the entries of a list with one entry per rank, without ranks that repeat another rank's data.
+        """Drop duplicates from a list of one value per rank: ranks that work on the same data count only once.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
@@ -211,12 +211,12 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks but those that repeat another rank's values. A collective call."""
+        """Return the sum of a tensor over processes, where ranks with equal data count once. A collective call."""
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
     def share(self, result: Any) -> Any:
-        """Broadcast an object from the pipeline stage that computes the loss to the other stages, and return it."""
+        """Send an object from the pipeline stage that computes the loss to the other stages, and return it."""
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
@@ -263,7 +263,7 @@ _OLD_STRATEGY = {
 
 
 class Gradients:
-    """Operations on a model's gradients, such as clipping, for strategies that store them as tensors in `.grad`.
+    """Reduction, scaling and clipping of gradients, for strategies with whole gradients in `.grad`.
 
     Gradients are complete after each backward pass. A strategy that reduces, shards or stores gradients differently
     uses a subclass.
@@ -274,7 +274,7 @@ class Gradients:
         _refuse_old_names(cls, _OLD_GRADIENTS)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes do not reduce gradients across processes.
+        """Return a context in which backward passes leave gradients unreduced, to accumulate them on each process.
 
         Used for all but the last micro-batch of a gradient accumulation window.
 
@@ -284,16 +284,14 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if a model has accumulated gradients that are stored elsewhere than in `.grad`."""
+        """Return True if gradients wait outside of `.grad`, as FSDP's unreduced ones do between micro-batches."""
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Drop the gradients that a model accumulates outside `.grad`, which `zero_grad` does not clear."""
+        """Drop gradients that `zero_grad` cannot clear, since the strategy accumulates them outside of `.grad`."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Complete pending gradient reductions. Called before gradients are unscaled, clipped or used in a step.
-
-        Must be called on all processes.
+        """Wait for gradient reductions that still run, so that gradients can be read. Call it on all processes.
 
         Args:
             optimizers: The optimizers that `prepare` returned, without a wrapper.
@@ -306,7 +304,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply the parameters' gradients by a factor in place, or clamp each element to `[-bound, bound]`.
+        """Multiply the gradients of parameters by `factor` in place, or clamp each element to `[-bound, bound]`.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -317,7 +315,7 @@ class Gradients:
         scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor, bound)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the parameters' gradients to a total norm of at most `max_norm`, taken over all shards.
+        """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping.
 
         Args:
             parameters: Parameters whose gradients are scaled in place.
@@ -334,7 +332,7 @@ class Gradients:
 def scale_tensors(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
 ) -> None:
-    """Multiply tensors by a factor in place, or clamp their elements to `[-bound, bound]` if `bound` is given."""
+    """Multiply tensors by `factor` in place. If `bound` is given, clamp elements to `[-bound, bound]` instead."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -350,7 +348,7 @@ def scale_tensors(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average parameter gradients over all processes, counting a missing gradient as zero. A collective call.
+    """Average gradients over all processes. A missing gradient counts as zero. All processes must call this.
 
     A parameter without a gradient on every process is left without one.
     """
@@ -365,16 +363,16 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's local shard of a DTensor, or the tensor itself if it is not sharded."""
+    """Return this process's shard of a DTensor, or a plain tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     local: torch.Tensor = tensor if to_local is None else to_local()
     return local
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise a `ConfigurationError` for a `training_step` that returned one loss for each optimizer.
+    """Raise a `ConfigurationError`, because this strategy does not support one loss for each optimizer.
 
-    `reason` is a sentence that says why the strategy cannot limit a backward pass to one optimizer's parameters.
+    `reason` is a sentence that says why a backward pass cannot be limited to one optimizer's parameters.
     """
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
@@ -382,7 +380,7 @@ def refuse_several_losses(reason: str) -> NoReturn:
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return a loss of zero whose backward pass gives every trainable parameter a gradient of zero."""
+    """Return a loss of zero whose backward pass gives each trainable parameter a zero gradient."""
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
     # A product of 0 and an infinite or NaN parameter would be NaN.
@@ -397,7 +395,7 @@ IMPLEMENTATION = ("fused", "foreach")
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict, with the model's parameter names in place of parameter indices.
+    """Return an optimizer's state dict in which parameters are referred to by name instead of by index.
 
     The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
     """
@@ -415,7 +413,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer state dict that refers to parameters by name, as `named_optimizer_state` returns it."""
+    """Load an optimizer state dict in which parameters are referred to by name, as checkpoints store it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
@@ -436,7 +434,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return uninitialized tensors in the structure of a saved optimizer state, for reading a checkpoint into.
+    """Return empty tensors in the structure of a saved optimizer state, into which a checkpoint is then read.
 
     A tensor with the shape of a sharded parameter is sharded like the parameter. Values other than tensors are copied.
     """
@@ -457,7 +455,7 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Convert an optimizer's state tensors to the device and memory layout of their parameters.
+    """Move an optimizer's state tensors to their parameter's device, and give them its memory layout.
 
     Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset. For a
     transposed or channels_last parameter, contiguous state would therefore update the wrong elements. State of float64
@@ -488,7 +486,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise a `CheckpointError` unless an optimizer's parameter groups hold the same names as the saved groups."""
+    """Raise a `CheckpointError` unless the optimizer and the checkpoint have the same parameters in each group."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -501,7 +499,7 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """Return the class name of an optimizer or scheduler that the user chose, or None for an internal one.
+    """Return the class name of an optimizer or scheduler, or None if its class is not the user's choice.
 
     DeepSpeed's wrappers are removed first. Optimizers and schedulers of DeepSpeed and drivetrain are internal.
     """
@@ -518,7 +516,7 @@ HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """Reading and loading of the state of a model and its optimizers, if each process holds the whole model.
+    """Model and optimizer state dicts for checkpoints, for strategies with the whole model on each process.
 
     A strategy that shards the model uses a subclass.
 
@@ -538,7 +536,7 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a prepared model's state dict under the names of the unwrapped model. A collective call.
+        """Return a prepared model's state dict, without prefixes of wrappers. All processes must call this.
 
         Args:
             model: The model that `prepare` returned.
@@ -558,7 +556,7 @@ class ModelState:
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state and parameter groups, with parameter names in place of indices.
+        """Return an optimizer's state dict for a checkpoint, with parameters referred to by name.
 
         Args:
             model: The model that `prepare` returned.
@@ -567,7 +565,7 @@ class ModelState:
         return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a model's state dict, which may have been saved under any strategy.
+        """Load a full or sharded state dict into a model, whatever strategy has saved it.
 
         Args:
             model: The model that `prepare` returned.
@@ -580,7 +578,7 @@ class ModelState:
         return self.strategy.unwrap(model).load_state_dict(state, strict=strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load an optimizer's state by parameter name, which may have been saved under any strategy.
+        """Load optimizer state by parameter name, whatever strategy has saved it.
 
         Args:
             model: The model that `prepare` returned.
@@ -590,7 +588,7 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return a model's parameters, or this process's shards of them, by name. Writing to them changes the model.
+        """Return the parameters or shards that this process holds, by name. Changes to them change the model.
 
         Parameters gathered for a forward pass are freed first, so that the next forward pass uses the written values.
         Call it again after `requires_grad` has changed on any parameter.
@@ -598,21 +596,21 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return a parameter's number of elements over all shards, and whether any process trains the parameter."""
+        """Return the number of elements of the full, unsharded parameter, and True if any process trains it."""
         return parameter.numel(), parameter.requires_grad
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class as the user wrote it, for which FSDP's `fully_shard` substitutes a subclass."""
+    """Return a module's class as the user wrote it. FSDP replaces the class of each sharded module by a subclass."""
     # `fully_shard` puts its own subclasses in front of the module's class.
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """Replace the buffers in a model's state dict with rank 0's values and return the dict. A collective call.
+    """Replace a state dict's buffers, such as running means, with rank 0's values. All processes must call this.
 
-    Buffers such as running means differ between processes until DDP's next forward pass broadcasts them. A checkpoint
-    would otherwise mix the buffers of several ranks.
+    Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint would otherwise mix the
+    buffers of several ranks.
     """
     for name, _ in model.named_buffers():
         if name in state:
@@ -627,7 +625,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """A setting's value together with the name of the argument that set it, for use in error messages.
+    """A setting's value and the argument that set it, such as `Trainer(...)`, which error messages name.
 
     Attributes:
         argument: The argument, such as `"Trainer(gradient_clip_val)"`.
@@ -640,7 +638,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run that a strategy checks, since it may not support them or may set them itself.
+    """Settings of a run, given to the strategy, which raises an error for those that it does not support.
 
     Attributes:
         precision: The numeric precision.
@@ -657,12 +655,12 @@ class RunOptions:
 
 
 class SplitsSequences:
-    """Mixin for strategies that split each sequence over several processes, known as context parallelism."""
+    """Mixin for strategies with context parallelism, which split each sequence over several processes."""
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which each tensor holds only this process's part of its sequences.
+        """Return a context for context parallelism in which tensors hold only this process's part of each sequence.
 
         Args:
             buffers: Tensors that contain whole sequences.
@@ -673,10 +671,10 @@ class SplitsSequences:
 
 
 class JoinsUnevenInputs:
-    """Mixin for strategies in which some processes may run out of batches before others."""
+    """Mixin for strategies that can train on while some processes have already run out of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which some processes may run out of batches before others without a deadlock.
+        """Return a context in which processes may have different numbers of batches without a deadlock.
 
         Args:
             models: The models that `prepare` returned.
@@ -685,7 +683,7 @@ class JoinsUnevenInputs:
 
 
 class PlacesBatches:
-    """Mixin for strategies that move batches to devices in their own way, for example sharded over devices.
+    """Mixin for strategies that move batches to devices themselves, for example split over several devices.
 
     Attributes:
         batch_placement: The object that transfers batches.
@@ -695,7 +693,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class for moving batches to devices that compile one graph for each input shape, such as TPUs.
+    """Base class that moves batches to devices such as TPUs, where each new input shape causes a compilation.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -704,14 +702,14 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that moves a batch to the devices. It may use `place`, the default function.
+        """Return a function that moves a batch to the devices. `place` is the function that would be used otherwise.
 
         The data loader calls the function with each batch, and yields the result.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Complete the work for the last batch of an iteration over a data loader, since no next batch triggers it."""
+        """Complete the work for the last batch of an epoch, which is usually done when the next batch arrives."""
         raise NotImplementedError
 
 
@@ -723,7 +721,7 @@ _OF_FEW: dict[str, type] = {
 
 
 class Strategy(ABC):
-    """Base class for strategies, which place a model on processes and devices and run its optimizer steps.
+    """Base class for strategies, which decide how a model is distributed over processes and how gradients are reduced.
 
     The base class runs one model on one device, without communication between processes. A subclass overrides the steps
     that differ, such as `prepare`, `view` or `optimizer_step`. Register it under a name with `register_strategy`.
@@ -759,7 +757,7 @@ class Strategy(ABC):
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Set up the strategy for this process's rank and device: create `topology`, `gradients` and `state`.
+        """Adapt the strategy to this process's rank and device. Called once, before models are prepared.
 
         Pass a function to `state.before_leaving` to release objects that hold the process group alive.
 
@@ -774,7 +772,7 @@ class Strategy(ABC):
         self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
-        """Check the settings of a run, and raise if the strategy does not support one of them.
+        """Raise an error if the strategy does not support a setting of the run, such as gradient clipping.
 
         Called after `setup` and before a model is prepared.
 
@@ -788,13 +786,13 @@ class Strategy(ABC):
     # Model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for constructing the model, for example on the meta device."""
+        """Return a context manager in which to construct the model, for example on the meta device."""
         return nullcontext()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Move a model to the device, convert it to the precision's dtype, and wrap it if the strategy needs to.
+        """Prepare a model and its optimizers: move, convert and shard or wrap the model as the strategy requires.
 
         Args:
             model: The user's model.
@@ -813,7 +811,7 @@ class Strategy(ABC):
         return placed, list(optimizers or ())
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module without the wrappers that `prepare` added.
+        """Return the user's module from a prepared model, without the wrappers that `prepare` has added.
 
         Args:
             model: The model that `prepare` returned.
@@ -828,7 +826,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage of the run, such as one without gradient reduction for evaluation.
+        """Return the module to call for training or evaluation. Evaluation, for example, needs no gradient reduction.
 
         Called on all processes when the stage begins.
 
@@ -844,7 +842,7 @@ class Strategy(ABC):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Call `step_fn`, which runs forward and backward, on each micro-batch of an optimizer step.
+        """Run forward and backward for all micro-batches of an optimizer step, by calling `step_fn` on each.
 
         Gradients are reduced across processes in the last micro-batch only.
 
@@ -865,7 +863,7 @@ class Strategy(ABC):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss. A subclass may use another function than `Tensor.backward`.
+        """Compute the gradients of a loss. Override it if the strategy does not use `loss.backward()`.
 
         Args:
             loss: The loss, already multiplied by the loss scale.
@@ -876,7 +874,7 @@ class Strategy(ABC):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer. Return False if the precision skipped the step because gradients overflowed.
+        """Run an optimizer's step. Return False if it was skipped because gradients overflowed in low precision.
 
         Args:
             optimizer: The optimizer.
@@ -896,7 +894,7 @@ class Strategy(ABC):
 
 
 class OptimizerProxy(Optimizer):
-    """Base class for optimizer wrappers, which use the parameter groups and state of the wrapped optimizer.
+    """Base class for wrappers around an optimizer, whose parameter groups and state they share.
 
     A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
@@ -932,7 +930,7 @@ class OptimizerProxy(Optimizer):
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer, such as L-BFGS, cannot step without a closure."""
+    """Return True if an optimizer must be given a closure in each step, as L-BFGS must."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
@@ -941,13 +939,13 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies with several named configurations, such as one DeepSpeed file for each model.
+    """Base class for strategies with several named sets of options, such as one DeepSpeed file for each model.
 
     The selected configuration applies to the models that are prepared next.
     """
 
     def add_configuration(self, name: str, other: Strategy) -> None:
-        """Add a named configuration, which `select_configuration` can select by name.
+        """Add a set of options under a name, by which `select_configuration` can select it.
 
         Args:
             name: The name for `select_configuration`.
@@ -959,11 +957,11 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def select_configuration(self, name: str) -> None:
-        """Select a configuration by name for the models prepared next. Models prepared before keep their own."""
+        """Select the named set of options for the models that are prepared next. Others keep their options."""
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision that the selected configuration sets, or the given precision if it sets none.
+        """Return the precision that the selected configuration prescribes, or else the given precision.
 
         Args:
             given: A precision or its name, or None.
@@ -971,12 +969,12 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return the value of the `mixed_precision` argument that stands for a precision, such as `"bf16"`."""
+        """Return the name of a precision as the `mixed_precision` argument accepts it, such as `"bf16"`."""
         raise NotImplementedError
 
 
 class StartsProcesses:
-    """Mixin for strategies that start new processes for each call of a Trainer method such as `fit`.
+    """Mixin for strategies that run each Trainer call, such as `fit`, in new processes, as notebooks need it.
 
     Attributes:
         within: Factory of the strategy that the started processes use.
@@ -994,21 +992,21 @@ class StartsProcesses:
 
 
 class ReducingWrapper(nn.Module):
-    """Base class for model wrappers that reduce gradients across processes during backward, like torch's DDP.
+    """Base class for model wrappers that average gradients over processes during backward, like torch's DDP.
 
     The wrapper's forward pass prepares the reduction for the next backward pass.
     """
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Prepare gradient reduction for a loss that was computed without the wrapper's forward pass."""
+        """Prepare to reduce the gradients of a loss whose forward pass bypassed this wrapper. Call before backward."""
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a zero loss for a process that skips a batch, so that all processes still reduce gradients."""
+        """Return a zero loss for a skipped batch. Its backward pass joins the gradient reduction of other processes."""
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise if the last backward pass left out gradients that other processes wait for, which would hang them.
+        """Raise an error if the last backward pass missed parameters for whose gradients other processes wait.
 
         No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """
@@ -1016,7 +1014,7 @@ class ReducingWrapper(nn.Module):
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return `torch.inference_mode()` for an evaluation if requested and supported, else `torch.no_grad()`.
+    """Return the context for an evaluation: `torch.inference_mode()` if requested and supported, else `no_grad()`.
 
     Strategies that assemble the model from parts need `no_grad`. Inference tensors cannot be gathered or passed
     between pipeline stages.
@@ -1025,7 +1023,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times, or None if not needed.
+    """Return a context in which processes may run out of batches at different times, or None without support.
 
     Raises a `ConfigurationError` if every forward pass of the strategy is collective.
     """
@@ -1040,7 +1038,7 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a zero loss for a task that skips a batch, so that all processes still reduce gradients.
+    """Return a loss of zero for a skipped batch, so that the process still joins the gradient reduction.
 
     Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """

@@ -19,7 +19,7 @@ from drivetrain.strategies.ddp import DDP
 
 
 class Single(Strategy):
-    """Strategy for one process on one device, without communication."""
+    """Strategy for training in one process on one device, without any communication."""
 
     name = "single"
     repeats_steps = True
@@ -39,7 +39,7 @@ class Single(Strategy):
 
 
 class Spawned(Single, StartsProcesses):
-    """Strategy of the main process if a Trainer starts new processes for each call such as `fit`.
+    """Strategy of a script or notebook that starts new processes for each Trainer call such as `fit`.
 
     The main process computes nothing. It receives the weights of the first process when the call has ended.
     """
@@ -77,7 +77,7 @@ _NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bool = False) -> None:
-    """Register a strategy under a name, for use as `Trainer(strategy=name)`.
+    """Register a strategy of your own under a name, which `Trainer(strategy=name)` then accepts.
 
     Args:
         name: The name.
@@ -117,7 +117,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Return the class of a built-in strategy by name. Its module is imported on first use."""
+    """Return the class of a built-in strategy by its name. Imports the strategy's module only at this point."""
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
@@ -148,12 +148,12 @@ for _name, (_class, _arguments) in _VARIANTS.items():
 
 
 def available_strategies() -> list[str]:
-    """Return the names of all registered strategies, including `"auto"`."""
+    """Return the names of all strategies that can be passed as `Trainer(strategy=name)`."""
     return ["auto", *_STRATEGIES]
 
 
 def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKind | None = None) -> Strategy:
-    """Return the strategy for a name. A `Strategy` object is returned unchanged.
+    """Return the strategy that a name such as `"fsdp"` stands for. A `Strategy` object is returned unchanged.
 
     Args:
         spec: A registered name, a `Strategy`, or `"auto"`, which selects `"ddp"` for several processes and `"single"`
@@ -191,7 +191,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return the strategy if it starts new processes for each Trainer method such as `fit`, else None.
+    """Return the selected strategy if it starts new processes for Trainer calls such as `fit`, else None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.
@@ -203,7 +203,7 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a `DDP` strategy with the given options, or the default strategy if the run has one process.
+    """Return a `DDP` strategy with the given options. In a run with one process, return the default strategy.
 
     Args:
         spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.
@@ -228,7 +228,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """Return this process's index along a named dimension of the strategy's device mesh.
+    """Return this process's index along one dimension of the device mesh, such as `dp_replicate`.
 
     Without a mesh, all processes lie along `dp_replicate`, and the index in other dimensions is 0.
     """

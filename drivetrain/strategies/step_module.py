@@ -14,7 +14,7 @@ ATTACHES_PRESENCE = "attaches_presence"
 
 
 class StepModule(nn.Module):
-    """Module that runs a task's step functions, such as `training_step`, in its own `forward`.
+    """Wrapper that runs task methods such as `training_step` in its `forward`, so that DDP can reduce gradients.
 
     Wrappers such as DDP hook into `forward`, so a step that runs through this module takes part in gradient reduction.
     If the first argument is not a function, the task's own `forward` runs.
@@ -38,7 +38,7 @@ class StepModule(nn.Module):
         self.register_parameter("presence", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function given as first argument with the other arguments, or else the task's `forward`."""
+        """Call the function given as the first argument, such as a training step, or else the model's `forward`."""
         is_step = args and callable(args[0]) and not isinstance(args[0], nn.Module)
         output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
         if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):

@@ -20,7 +20,7 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """Return the submodules that FSDP shards as units, as selected by the user's `wrap` option, innermost first.
+    """Return the submodules that FSDP shards separately (units), selected by the `wrap` option, innermost first.
 
     `option` is the name of the user's argument, for error messages.
     """
@@ -53,7 +53,7 @@ def _innermost_first(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return True if a module can be called. A container such as `ModuleList` cannot."""
+    """Return True if a module can be called. Containers such as `ModuleList` have no `forward`."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
@@ -70,7 +70,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model repeats, such as its transformer layers.
+    """Return the blocks of which a model has several, such as its transformer layers.
 
     A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
     submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.
@@ -120,7 +120,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return modules with at least `least` parameters, not counting parameters of selected modules inside."""
+    """Return the modules with at least `least` parameters outside of other returned modules, to shard by FSDP."""
     if least < 1:
         raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -140,14 +140,14 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
 
 
 def classes_of(model: nn.Module) -> str:
-    """Return a sentence for error messages that lists the classes of a model's submodules and their counts."""
+    """Return a sentence that lists the classes of a model's submodules, for errors about a wrong class name."""
     counts = Counter(type(module).__name__ for module in model.modules() if module is not model)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20))
     return f"It has: {listed or 'no modules inside'}."
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the units that can be sharded on their own, as they share no parameter with a module outside.
+    """Return the FSDP units that do not share (tie) parameters with other modules. Those can be sharded alone.
 
     Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     """
@@ -169,7 +169,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Map each parameter's `id` to the innermost units that contain the parameter, or to the model if none does."""
+    """Map each parameter's `id` to the innermost FSDP units that use it. Tied parameters can have several."""
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

@@ -13,7 +13,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True)
 class Setting:
-    """Definition of one launch setting: its flag, configuration keys, variables and allowed values."""
+    """Definition of one launch setting: its flag, its keys and variables, and the values that it accepts."""
 
     name: str
     help: str
@@ -38,7 +38,7 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Check a setting's value and convert it to the right type. None means that no value was given.
+        """Convert a setting's value, such as the text after a flag, to its type. None means that it is not given.
 
         Args:
             value: The value, such as the text after a flag.
@@ -56,7 +56,7 @@ class Setting:
         return parsed
 
     def text(self, value: Any) -> str:
-        """Return a setting's value as text for an environment variable, such as `"true"` for True."""
+        """Return a setting's value as the text of an environment variable, such as `"true"` for True."""
         if isinstance(value, bool):
             return "1" if value and self.kind == "switch" else "true" if value else "false"
         if isinstance(value, list | tuple):
@@ -145,7 +145,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Launch settings that form one section of a configuration file, such as `fsdp_config`."""
+    """Launch settings of one feature, which form a section of the configuration file, such as `fsdp_config`."""
 
     name: str
     prefix: str

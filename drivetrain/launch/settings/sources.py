@@ -25,7 +25,7 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the launch settings that are set in environment variables, by name.
+    """Return the launch settings that are given in environment variables, by name of the setting.
 
     Variables of the other launcher (`ACCELERATE_*`) are read as well.
     """
@@ -55,7 +55,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings from variables of another launcher, except those that it sets in any case."""
+    """Return launch settings from the environment variables of another launcher, without its fixed defaults."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -73,9 +73,9 @@ def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
-    """Remove one of two FSDP settings for sharding that belong to different versions of FSDP.
+    """Drop the FSDP sharding setting that does not belong to the given FSDP version.
 
-    The other launcher always sets both.
+    The other launcher always sets one for each version.
     """
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":
@@ -87,7 +87,7 @@ def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
 
 
 def _keep_backend_settings(found: dict[str, Any]) -> None:
-    """Remove the FP8 settings that belong to another backend than the selected one."""
+    """Drop FP8 settings that belong to other backends than the selected `fp8_backend`."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
         if backend is not None and name not in FP8_SETTINGS_OF[backend]:
@@ -124,7 +124,7 @@ KEYS = (*_TOP_KEYS, *GROUPS, *_OLD_GROUPS, _TYPE.name, _PLACE.name, _FP16.name, 
 
 
 def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the path of the user's configuration file, whether or not the file exists.
+    """Return where the user's configuration file is expected. It need not exist.
 
     The variable `DRIVETRAIN_CONFIG_FILE` names it. The default is in `~/.config`.
     """
@@ -154,7 +154,7 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Converter of a configuration file's keys to launch settings.
+    """Converter from the keys of a configuration file to launch settings.
 
     Attributes:
         found: Values by name of the setting.
@@ -186,7 +186,7 @@ class _Reader:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Set the launch settings that follow from several keys, after all keys of the file have been read."""
+        """Add launch settings that follow from several keys of a file, after all keys have been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")
@@ -342,7 +342,7 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """Collect launch settings from flags, environment variables, a SLURM job and a configuration file.
+    """Collect the launch settings from all sources: flags, environment variables, SLURM, configuration file.
 
     The first of these sources that has a setting wins.
 
@@ -392,7 +392,7 @@ def collect(
 
 
 def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the path of the configuration file to use, or None if there is none.
+    """Return the path of the configuration file: the named one, else the user's own. None if there is no file.
 
     A file that a flag or `DRIVETRAIN_CONFIG_FILE` names is returned even if it does not exist. Reading it then reports
     the error.

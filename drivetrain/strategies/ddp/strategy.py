@@ -45,7 +45,7 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a DDP gradient bucket in bfloat16, and return a future of the averaged bucket.
+    """DDP communication hook that averages a bucket of gradients in bfloat16. Returns a future of the result.
 
     Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
     """
@@ -66,7 +66,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Register a gradient compression hook on a DDP module by name, such as `"fp16"` or `"powersgd"`."""
+    """Make a DDP module compress gradients by the hook with the given name, such as `"fp16"` or `"powersgd"`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """Gradient bucket for torch's PowerSGD hook, with other tensors in place of its buffer and gradients."""
+    """DDP gradient bucket with replaced tensors, for torch's PowerSGD hook, which does not support all shapes."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -118,7 +118,7 @@ def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a gradient bucket, compressed with PowerSGD as a single square matrix.
+    """DDP communication hook that compresses a whole bucket of gradients with PowerSGD, as one square matrix.
 
     Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function that
     orthogonalizes a batch of matrices (torch 2.13).
@@ -139,7 +139,7 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a communication hook so that it reduces gradients in another dtype and returns the original dtype."""
+    """Wrap a DDP communication hook so that gradients are cast to `dtype` for it, and cast back afterwards."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
@@ -157,7 +157,7 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
 
 
 def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Register a function `(state, bucket) -> Future` as the communication hook of a DDP module.
+    """Register a user's function `(state, bucket) -> Future` as the communication hook of a DDP module.
 
     The lambda hides the function's annotations. Torch compares them with its classes, and under `from __future__ import
     annotations` they are strings, which never match.
@@ -166,7 +166,7 @@ def register_function_hook(model: parallel.DistributedDataParallel, hook: Callab
 
 
 class DDP(Strategy, JoinsUnevenInputs):
-    """Strategy for data parallelism: each process holds the whole model, and backward averages the gradients.
+    """Data parallelism: each process holds the whole model, and gradients are averaged during backward.
 
     Args:
         find_unused_parameters: Search each forward pass for parameters that do not contribute to the loss. After ten
@@ -324,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a training step that ran out of memory can be repeated, as it communicates only after backward."""
+        """True if a step that ran out of memory can be run again, because no process waits for another within it."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -337,7 +337,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Free the gradient reducers of all wrapped modules before the process group is destroyed.
+        """Destroy the DDP modules' gradient reducers before the process group. The other order may hang at exit.
 
         A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
         needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
@@ -364,7 +364,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that takes a text and raises on all processes if they pass different texts."""
+    """Return a function that raises if processes pass it different texts, for example about frozen parameters."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -374,7 +374,7 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradient operations of `DDP`, which averages gradients over all processes during backward."""
+    """Gradient operations for `DDP`, such as turning off the reduction while micro-batches accumulate."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -393,7 +393,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """Saving and loading of state under `DDP`, which compares parameters and saves the buffers of rank 0."""
+    """State dicts for checkpoints under `DDP`. Checks first that the processes' models are still equal."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)

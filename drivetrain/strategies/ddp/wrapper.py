@@ -36,7 +36,7 @@ _UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Observer of the first steps, which finds out whether DDP's search for unused parameters is necessary.
+    """Test of whether DDP needs `find_unused_parameters`, which costs time. Made during the first steps.
 
     It needs no communication, since the reducer already sums the used parameters over all processes.
     """
@@ -57,9 +57,9 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run and time DDP's post-forward function, which searches the autograd graph of `output`.
+        """Run DDP's search for unused parameters after a forward pass, and measure how long it takes.
 
-        Returns the function's result.
+        Returns what DDP's post-forward function returns.
         """
         start = perf_counter()
         handled = forward_ended(output)
@@ -68,7 +68,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Record which parameters the previous step used. Return True after enough steps to judge the search."""
+        """Record which parameters the last step used. Returns True once enough steps have been observed."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -79,10 +79,7 @@ class UnusedSearch:
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """Return the indices of the parameters that no process used in any step, or None if the usage varied.
-
-        The usage varied if a parameter was used on some processes or in some steps only.
-        """
+        """Return the indices of parameters that no step used. None if steps or processes used different parameters."""
         assert self._fewest is not None
         assert self._most is not None
         fewest, most, everyone = self._fewest.tolist(), self._most.tolist(), dist.get_world_size()
@@ -91,9 +88,9 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Return the indices of unused parameters if DDP can stop searching for them, or None if it cannot.
+        """Return the indices of parameters that are never used. None if DDP must keep searching for them.
 
-        A collective call.
+        All processes must call this.
         """
         never = self.never_used()
         if never is None:
@@ -111,7 +108,7 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Warn if DDP's search for unused parameters was unnecessary, as all steps used the same parameters."""
+        """Warn the user if `find_unused_parameters=True` was unnecessary in the first steps, and what it cost."""
         never = self.never_used()
         if never is None:
             return
@@ -152,7 +149,7 @@ _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
-    """Torch's DDP module, extended to follow changes of `requires_grad` and to name parameters in errors.
+    """Torch's DDP module, which can also handle parameters that are frozen or unfrozen during training.
 
     Torch reduces the parameters that required gradients at construction, and ignores later changes. This class rebuilds
     the reducer if other parameters require gradients.
@@ -183,7 +180,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
-        """Rebuild DDP's gradient reducer if the trainable parameters have changed. Return False if there are none.
+        """Rebuild DDP's gradient reducer if parameters were frozen or unfrozen. Returns False if all are frozen.
 
         With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
         """
@@ -222,9 +219,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Start to observe whether the search for unused parameters is necessary in the first steps.
+        """Observe in the first steps whether `find_unused_parameters` is necessary. If not, turn it off or warn.
 
-        If it is not, the search ends if `ends` is True. Otherwise, a warning reports its cost.
+        If it is not, `ends=True` turns it off, and `ends=False` warns about its cost.
         """
         # Created again for each reducer, since it reads the reducer's usage counts.
         device = next(self.module.parameters()).device
@@ -232,12 +229,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._ends_search, self._watches = ends, True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook, which stays registered when the gradient reducer is rebuilt."""
+        """Register a DDP communication hook. It stays registered if the gradient reducer is built again."""
         super().register_comm_hook(state, hook)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Call a function that registers a communication hook, now and whenever the gradient reducer is rebuilt.
+        """Register a communication hook by calling `register`. Repeated whenever DDP's gradient reducer is rebuilt.
 
         A new hook state is created each time, because the state may depend on the buckets.
         """
@@ -269,7 +266,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """Stop the search for unused parameters, and exclude the parameters with indices `never` from reduction.
+        """Turn off `find_unused_parameters`, and no longer reduce the parameters at the indices `never`.
 
         An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
         gradient would not be averaged.
@@ -343,7 +340,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_backward([loss])
 
     def zero_loss(self) -> Tensor:
-        """Return a zero loss over all reduced parameters, or over none if DDP searches for unused parameters.
+        """Return a zero loss over the reduced parameters. With `find_unused_parameters`, it depends on none.
 
         With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay to
         it.
@@ -378,18 +375,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     @property
     def has_own_hook(self) -> bool:
-        """True if the user registered a communication hook, with which parameters may differ between processes."""
+        """True if the user registered a communication hook. Then models on different processes may differ."""
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """Return all parameters that DDP either averages or excludes from averaging on purpose."""
+        """Return the parameters that DDP reduces, and those that it was told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
         return [*self.reduced, *(named[each] for each in (*ignored, *left_out) if each in named)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and parameters of the user's module, without the prefixes of wrappers."""
+        """Return the parameters of the user's module with their names, without prefixes of wrappers."""
         module: nn.Module = self.module
         return list((module.task if isinstance(module, StepModule) else module).named_parameters())
 
@@ -440,7 +437,7 @@ _ADVICE = {
 
 
 class DriftCheck:
-    """Periodic comparison of parameters and gradients between processes, in every `every`-th optimizer step.
+    """Check before every n-th optimizer step that all processes have equal parameters and gradients.
 
     The first step is checked, too. The norm and the sum of each tensor are compared with one all-reduce.
     """
@@ -450,18 +447,18 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step, and return True if processes must compare parameters before this step."""
+        """Count an optimizer step. Return True in every n-th one, before which processes compare their models."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Make the check due before an optimizer's next step. Used when its parameters were added or removed."""
+        """Compare processes before this optimizer's next step, because it has gained or lost parameters."""
         self._left.pop(optimizer, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context without checks, for loops in which processes take different numbers of steps."""
+        """Return a context without comparisons of processes, for loops in which their numbers of steps differ."""
         every, self.every = self.every, 0
         try:
             yield
@@ -469,10 +466,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Compare named parameters and their gradients between processes, and raise if any differ.
-
-        A collective call.
-        """
+        """Raise if parameters or gradients differ between processes. All processes must call this."""
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -496,7 +490,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Record of the DDP modules that an optimizer steps, and of its parameters that no DDP module reduces.
+    """DDP modules that contain parameters of an optimizer, and its parameters that no DDP module reduces.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -510,7 +504,7 @@ class Held:
 
 
 class Copies:
-    """Registry of a run's DDP modules, to find the modules that an optimizer steps and to compare their copies.
+    """All DDP modules of a run, to check that the processes' copies of each model stay equal.
 
     Attributes:
         wrapped: The DDP modules.
@@ -533,7 +527,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return the DDP modules that an optimizer steps, and the parameters it holds that no module reduces.
+        """Return which DDP modules contain an optimizer's parameters, and which parameters no DDP module reduces.
 
         The result is cached until the optimizer's parameters or a module's reducer change.
         """
@@ -557,9 +551,9 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later.
+        """Average gradients of parameters outside of all DDP modules, such as layers added after `prepare`.
 
-        A collective call.
+        All processes must call this.
         """
         for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
@@ -567,16 +561,16 @@ class Copies:
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step, and return True if gradients must be compared between processes before it."""
+        """Count an optimizer step, and return True if processes must compare their gradients before it."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, which LocalSGD uses, copies differ on purpose.
         return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare the gradients and parameters that an optimizer steps between processes. Raise if any differ.
+        """Raise if the parameters of an optimizer or their gradients differ between processes.
 
-        A collective call.
+        All processes must call this.
         """
         held = self.held_by(optimizer)
         names = {id(parameter): name for one in held.wrapped for name, parameter in one.named()}
@@ -592,9 +586,9 @@ class Copies:
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Raise if a DDP module's parameters differ between processes, before a checkpoint is saved.
+        """Raise if a model's parameters differ between processes. Called before a checkpoint is saved.
 
-        A collective call.
+        All processes must call this.
         """
         if not (self._check.every and isinstance(model, DistributedDataParallel)):
             return
@@ -604,7 +598,7 @@ class Copies:
             self._check.compare(named, gradients=False)
 
     def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap an optimizer's closure so that processes compare gradients after the first of its runs."""
+        """Return a closure for `step` that calls `closure`, and compares gradients between processes the first time."""
         waits = [True]
 
         def run() -> Any:
@@ -618,7 +612,7 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return the norm and the scaled sum of each tensor, by which processes can compare tensors cheaply.
+    """Return the norm and the scaled sum of each tensor, with which processes compare tensors cheaply.
 
     Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
     (Cauchy-Schwarz).

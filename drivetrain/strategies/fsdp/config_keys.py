@@ -26,7 +26,7 @@ _WITHOUT_MEANING = {
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `fsdp_config` section of a launcher's YAML file to a dict of `FSDP` arguments."""
+    """Convert the section `fsdp_config` of a launcher's YAML file to keyword arguments of `FSDP`."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")

@@ -22,7 +22,7 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Return a context in which new modules have parameters on the meta device, but buffers with values.
+    """Return a context in which new modules have no memory for parameters (meta device), but real buffers.
 
     Buffers are small, and tables computed in a constructor could not be recomputed.
     """
@@ -42,12 +42,12 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter without values, on the meta device."""
+    """Return a parameter of the same shape on the meta device, where it uses no memory."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Return a model's parameter values in a dict, and leave the parameters that will be sharded without memory.
+    """Move the parameter values of a model into a dict before FSDP shards the model, and return the dict.
 
     Keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on the
     CPU.
@@ -73,7 +73,7 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Loader that fills a sharded model with rank 0's values, one parameter at a time.
+    """Loader that fills a sharded model with values from rank 0, one parameter at a time to save memory.
 
     Other processes hold at most one full parameter at a time.
     """
@@ -83,7 +83,7 @@ class Materialiser:
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Broadcast a parameter's value from rank 0, and copy it, or this process's shard of it, to the parameter."""
+        """Send a parameter's value from rank 0 to all processes, each of which stores it or its shard of it."""
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -105,7 +105,7 @@ class Materialiser:
                 self.fill(parameter, values.get((id(module), name)))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Overwrite a model's buffers with rank 0's values on all processes. A collective call."""
+        """Overwrite a model's buffers on all processes with those of rank 0. All processes must call this."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -122,9 +122,9 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize a model's parameters on rank 0 by the modules' own methods, and fill the shards with the values.
+        """Initialize a sharded model module by module: rank 0 draws the values, and each process keeps its shards.
 
-        One module is initialized at a time. `random_state` is the state of torch's generator to begin with.
+        `random_state` is the state of torch's generator to begin with.
         """
         check_initialisable(model)
         # The values are drawn with the random state in which the model was built.
@@ -147,7 +147,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise if a module has parameters but no method to initialize them, such as `reset_parameters`."""
+    """Raise if a module with parameters cannot initialize them, as it has no method like `reset_parameters`."""
     unknown = sorted(
         {
             type(module).__name__
@@ -164,7 +164,7 @@ def check_initialisable(model: nn.Module) -> None:
 
 
 def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """Return the function that initializes a module's own parameters, or None if no class defines one."""
+    """Return the function that initializes a module's own parameters, such as `reset_parameters`, or None."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
@@ -180,7 +180,7 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return new initial values of a module's own parameters by name, without changing the module."""
+    """Return newly drawn initial values of a module's own parameters, by name. The module is not changed."""
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -202,7 +202,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Load weights from safetensors files or a checkpoint into a model. Each process reads only its shards."""
+    """Load weights from safetensors files or a checkpoint into a sharded model. Each process reads only its part."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):
@@ -230,7 +230,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
 
 
 def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return the parameters and persistent buffers of a model, each with all names in the state dict."""
+    """Return a model's distinct parameters and buffers, each with all its names, as tied parameters have several."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -239,7 +239,7 @@ def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _files_of(place: Path) -> dict[str, Path]:
-    """Return the path of the safetensors file that contains each tensor, by tensor name."""
+    """Map each tensor name in a folder or file of safetensors weights to the file that contains the tensor."""
     from safetensors import safe_open
 
     if place.is_dir():

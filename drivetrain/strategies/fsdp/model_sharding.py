@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """Validated arguments of the `FSDP` strategy, whose docstring explains each of them."""
+    """The arguments of the `FSDP` strategy after validation. They are explained in the docstring of `FSDP`."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -89,7 +89,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the options that differ from their defaults as Python arguments, for the strategy's `repr`."""
+        """Return the options that differ from their defaults, as Python source, for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -101,7 +101,7 @@ class FSDPOptions:
 
 
 class GradientAveraging:
-    """Autograd hooks that average gradients over all processes, for parameters that FSDP does not shard.
+    """Hooks that average gradients over all processes for the few parameters that FSDP does not shard.
 
     Attributes:
         enabled: True if backward averages gradients, False within an accumulation window.
@@ -115,7 +115,7 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Register hooks that average the parameters' gradients in each backward, even if they are frozen at first."""
+        """Register hooks that average the gradients of the parameters over processes in every backward pass."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # torch computes no gradients for integers
@@ -138,7 +138,7 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return a model's parameters that FSDP does not shard: scalars, and all parameters of ignored modules."""
+    """Return the parameters that FSDP cannot or must not shard: scalars, and those of ignored modules."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -148,7 +148,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Construction and sharding of models with the options of the `FSDP` strategy.
+    """Object that shards models with the options of the `FSDP` strategy.
 
     Attributes:
         options: The arguments of `FSDP`.
@@ -181,7 +181,7 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model gets other values
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model and return it. A model that is already sharded is returned as it is.
+        """Shard a model with FSDP and return it. A model that is sharded already is returned unchanged.
 
         Models for evaluation are sharded too, since they may not fit otherwise.
         """
@@ -206,7 +206,7 @@ class ModelSharder:
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """Return the sharded model that contains this model if it was sharded before, or None.
+        """Return the model as FSDP sharded it in an earlier call, to avoid doing it again. None at the first call.
 
         Raises a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
         """
@@ -241,7 +241,7 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Apply `fully_shard` to the units of a model, innermost first, and to the model as the outermost unit.
+        """Shard a model with `fully_shard`: first its submodules that are gathered separately, then the whole model.
 
         `units` replaces the units that the options select.
         """
@@ -294,7 +294,7 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules of a model that FSDP gathers and frees as one unit each."""
+        """Return the submodules that FSDP gathers and frees separately, as the option `wrap` selects them."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -303,7 +303,7 @@ class ModelSharder:
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that become outermost units: the model, or else the children that the task calls.
+        """Return the modules that FSDP shards as outermost ones: the model, or its children if a task calls only those.
 
         A task that runs backward itself calls its children directly, without the model's forward.
         """
@@ -335,7 +335,7 @@ class ModelSharder:
                     register_fsdp_forward_method(bare, name)
 
     def rewrite_blocks(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Enable activation recomputation and `torch.compile` for a model's blocks if the options request it."""
+        """Apply the options `activation_checkpointing` and `compile` to the blocks of a model."""
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
@@ -379,7 +379,7 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return the policy for `fully_shard` with the dtypes of gathered parameters and reduced gradients.
+        """Return FSDP's policy with the dtypes in which parameters are gathered and gradients are reduced.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -404,10 +404,9 @@ class ModelSharder:
         )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Return the parameter values to send from rank 0, or None if every process has built the real model.
+        """Take the parameter values from a model, to send rank 0's after sharding. None if all processes have values.
 
-        The values are removed from the model. If every process has built the model, rank 0's values are used, as in
-        DDP.
+        If every process has built the model, rank 0's values are used, as in DDP.
         """
         here = any(parameter.is_meta for parameter in model.parameters())
         # All processes must take the same branch, even if only some of them have built the model.
@@ -443,14 +442,14 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average the gradients of a model's unsharded parameters over all processes in each backward from now on."""
+        """Average the gradients of parameters that FSDP does not shard, in every backward pass from now on."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Make a model's parameters contiguous, because torch 2.13 cannot shard channels_last parameters."""
+    """Make all parameters of a model contiguous, since torch cannot shard those in channels_last format."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -460,7 +459,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """Callable that returns FSDP's device mesh, created on first use: (shard,) or (replicate, shard)."""
+    """Device mesh of FSDP with the dimensions (shard,) or (replicate, shard), which is created on first use."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size
@@ -496,7 +495,7 @@ class ShardMesh:
         return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def leave(self) -> None:
-        """Destroy the process group that the mesh created in a run with one process."""
+        """Destroy the process group that FSDP's mesh has created itself because the run has only one process."""
         self._mesh = None
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()

@@ -31,7 +31,7 @@ from drivetrain.strategies.base import lay_out_state, move_in_place, needs_closu
 
 
 class BlockForward:
-    """Replacement for a block's `forward` that recomputes activations in backward or compiles the block.
+    """Replacement for a transformer block's `forward`, to recompute activations in backward or to compile it.
 
     Unlike a wrapper module, it keeps the names in the state dict.
     """
@@ -55,14 +55,14 @@ class BlockForward:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
     def again_for(self, block: nn.Module) -> None:
-        """Install a `BlockForward` with the same options on another block, such as a deep copy."""
+        """Give another block, such as a copy of the model's block, a `forward` with the same options."""
         block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
 
 
 def rewrite_blocks(
     recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
 ) -> None:
-    """Enable activation recomputation for the `recomputed` blocks, and `torch.compile` for the `compiled` blocks."""
+    """Turn on activation checkpointing for the `recomputed` blocks, and `torch.compile` for the `compiled` ones."""
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
     for key, block in {**again, **fast}.items():
@@ -72,7 +72,7 @@ def rewrite_blocks(
 
 
 class NormInFull:
-    """Replacement for a normalization layer's `forward` that converts its parameters to float32 for the call.
+    """Replacement for a normalization layer's `forward`, so that it computes with float32 parameters.
 
     Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs or
     statistics (torch 2.13). Under autocast, inputs may have either dtype.
@@ -92,7 +92,7 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Make a model's normalization layers compute in float32, or only batch normalization unless `everywhere`."""
+    """Make a model's normalization layers compute in float32: all if `everywhere`, else only batch normalization."""
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -104,7 +104,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Location of a parameter in a model: the module, the parameter's name in it, and the parameter.
+    """Place of a parameter in a model: module and name. Used to find the parameter that later replaces it.
 
     Recorded before sharding, which registers another parameter under the name.
 
@@ -120,7 +120,7 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Raise if an optimizer holds sharded parameters but can only step unsharded ones.
+    """Raise if an optimizer cannot step sharded parameters, as L-BFGS and SGD with `fused=True` cannot.
 
     Examples are L-BFGS, and SGD with `fused=True`.
     """
@@ -139,7 +139,7 @@ def refuse_for_shards(optimizer: Optimizer) -> None:
 
 
 def gather(value: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, or the tensor itself if it is not a DTensor. A collective call.
+    """Return the full tensor of a DTensor, or a plain tensor unchanged. All processes must call this.
 
     Mesh dimensions are gathered one by one, last first. Torch's own gather warns if several mesh dimensions shard the
     same tensor dimension.
@@ -157,7 +157,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return the location of each registered parameter in a model. A tied parameter has several locations."""
+    """List where a model registers its parameters. A tied parameter is listed at each of its places."""
     return [
         Slot(module, name, parameter)
         for module in model.modules()
@@ -167,7 +167,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """Return the parameters that are now registered in place of the recorded ones, by the `id` of the old parameter."""
+    """Return the parameters that sharding has put in place of the recorded ones, by the `id` of the old ones."""
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -196,13 +196,13 @@ def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
 
 
 def local_slices(like: DTensor) -> tuple[slice, ...]:
-    """Return the slices of a full tensor that this process's shard covers, one for each dimension."""
+    """Return the slices that cut this process's shard of the DTensor `like` out of the full tensor."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
-    """Return this process's shard of a full tensor, in the layout of the DTensor `like`, without communication."""
+    """Cut this process's shard out of a full tensor, and return it as a DTensor with the layout of `like`."""
     if isinstance(whole, DTensor):
         return whole
     part = whole[local_slices(like)]
@@ -216,7 +216,7 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
 
 
 class ReplacedParameters:
-    """Record of parameters that sharding has replaced, to detect optimizers that still hold old parameters.
+    """Record of the parameters that sharding has replaced, to detect optimizers that would step the old ones.
 
     Parameters are held by reference, because Python may reuse the `id` of a freed one.
     """
@@ -226,7 +226,7 @@ class ReplacedParameters:
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """Make optimizers step the shards that replaced the parameters in `slots`, and record the old parameters."""
+        """After a model was sharded, make its optimizers step the new, sharded parameters instead of the old ones."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -234,7 +234,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer still holds parameters that sharding has replaced. Only its first step is checked."""
+        """Raise in an optimizer's first step if it still holds parameters from before the model was sharded."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -255,7 +255,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments of `fully_shard` for one unit, stored on the unit so that its copies are sharded in the same way.
+    """Arguments of `fully_shard` for a module, stored on it so that its copies are sharded in the same way.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
@@ -279,7 +279,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of the `fully_shard` arguments, changed to suit the outermost unit of a model.
+        """Return a copy of the `fully_shard` arguments, adapted to the outermost module of a model.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -290,7 +290,7 @@ class UnitSharding:
 
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
-    """Shard a module's parameters with `fully_shard`, except for parameters of units that are sharded already."""
+    """Call `fully_shard` for one module with the given options. Modules inside that are sharded stay as they are."""
     mesh = unit_sharding.mesh
     kind = get_device_kind(mesh.device_type)
     if kind.name != "cpu" and replaces_parameters(torch.device(kind.name)):
@@ -316,7 +316,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
 
 
 def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
-    """Return the modules of a model to which `fully_shard` was applied, possibly including the model itself."""
+    """Return the modules to which `fully_shard` was applied, including the model itself if it is one of them."""
     known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
     if known is not None:
         return known
@@ -324,17 +324,17 @@ def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
 
 
 def remember_units(model: nn.Module) -> None:
-    """Cache the list of a model's sharded units on the model, so that no step has to search all modules."""
+    """Store the list of a model's sharded modules on the model, so that each step need not search for them."""
     model.__dict__[_UNITS] = tuple(sharded_units(model))
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if any module of a model is sharded."""
+    """Return True if FSDP has sharded any module of a model."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Free a model's gathered parameters, so that its modules hold this process's shards again.
+    """Free the full parameters that FSDP has gathered, so that all modules hold only this process's shards.
 
     Torch creates a unit's full parameter once and copies `requires_grad` from the shard at that time (torch 2.13).
     Freeing it makes backward use the current `requires_grad`.
@@ -347,7 +347,7 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
-    """Pre-forward hook that leaves inference mode to allocate the full parameters of units for the first time.
+    """Pre-forward hook that allocates FSDP's full parameters outside of inference mode at the first use.
 
     Torch keeps these tensors, and cannot train with tensors created in inference mode (torch 2.13). Otherwise, a
     validation before the first training step would break the run.
@@ -362,7 +362,7 @@ def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
 
 
 def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook that frees the outermost unit's gathered parameters if no backward pass will free them.
+    """Forward hook that frees gathered parameters of the outermost module if no backward pass will follow.
 
     Code that changes parameters which are still gathered would lose its changes.
     """
@@ -386,7 +386,7 @@ def _records_of(unit: Any) -> list[Any]:
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Set this process's local tensor of a sharded parameter. `one` is FSDP's internal record of the parameter."""
+    """Replace this process's shard of a parameter. `one` is FSDP's internal record of the parameter."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -397,7 +397,7 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Allocate uninitialized memory for all sharded parameters on the meta device."""
+    """Allocate memory for a model's shards that were created on the meta device. Their values are not set."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.sharded_param.is_meta:
@@ -410,10 +410,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise if a sharded unit trains parameters of two dtypes, since FSDP reduces their gradients together.
-
-    This can happen if parameters are unfrozen after sharding.
-    """
+    """Raise if FSDP would reduce gradients of two dtypes together, after parameters have been unfrozen."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -424,7 +421,7 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Raise if a unit trains parameters of several dtypes, since torch 2.13 reduces their gradients together."""
+    """Raise if parameters that FSDP gathers together are trained in several dtypes, which torch does not support."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
@@ -435,7 +432,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the full parameter of each shard, with respect to which autograd computes gradients under FSDP.
+    """Return the gathered full parameter of each shard. Autograd computes gradients for these under FSDP.
 
     A tensor that is not a shard is returned unchanged.
     """
@@ -450,7 +447,7 @@ def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -
 
 
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:
-    """Yield full gradients that a model's units have accumulated and not yet reduced to shards."""
+    """Yield the full gradients that FSDP has accumulated, but not reduced yet, as within `no_sync`."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.unsharded_accumulated_grad is not None:
@@ -462,7 +459,7 @@ def held_gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def discard_held_gradients(model: nn.Module) -> None:
-    """Drop the full gradients that a model's units have accumulated and not yet reduced to shards."""
+    """Drop the full gradients that FSDP has accumulated, but not reduced yet, as within `no_sync`."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             one.unsharded_accumulated_grad = None
@@ -474,7 +471,7 @@ def discard_held_gradients(model: nn.Module) -> None:
 
 
 def take_shards_on_load(model: nn.Module) -> None:
-    """Make a sharded model's `load_state_dict` accept full tensors, of which each process loads its shard."""
+    """Make a sharded model's `load_state_dict` accept full tensors, of which each process takes its shard."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
@@ -498,7 +495,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a sharded module, sharded in the same way. Each process copies its own shards."""
+    """Return a deep copy of a sharded module, sharded in the same way. Each process copies only its shards."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -526,7 +523,7 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """Replacement for the `__deepcopy__` of a user's module that FSDP shards as a part of a wrapper around it."""
+    """Replacement for `__deepcopy__` of a model that FSDP sharded within a wrapper. Copies are sharded as well."""
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer
@@ -565,7 +562,7 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Set how many units each unit gathers in advance, in forward and in backward. 0 keeps torch's default."""
+    """Set how many of the next modules FSDP gathers in advance in forward and in backward. 0 keeps its default."""
     for index, unit in enumerate(units):
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
@@ -579,7 +576,7 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
-    """Return a context in which a model holds full parameters in place of shards. A collective call.
+    """Return a context in which a model holds full parameters instead of shards. All processes must enter it.
 
     With `writeback`, changes are copied to the shards on exit. The model cannot run a forward pass within the context.
     """

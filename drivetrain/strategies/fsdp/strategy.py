@@ -41,7 +41,7 @@ from drivetrain.strategies.precision import Precision
 
 @torch.no_grad()
 def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping. A collective call.
+    """Clip gradients, sharded or not, to a total norm of at most `max_norm`. Returns the norm before clipping.
 
     Torch's own function rejects gradients on two meshes, and lists that mix plain tensors with DTensors (torch 2.13).
     This function groups gradients by mesh and placements, and combines the norms of all groups.
@@ -54,7 +54,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients as one vector, including shards on other processes. A collective call."""
+    """Return the total norm of gradients, including shards on other processes. All processes must call this."""
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -70,16 +70,16 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
 
 @torch.no_grad()
 def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their total norm, given as `total`, is at most `max_norm`."""
+    """Scale gradients in place so that their total norm is at most `max_norm`. `total` is their current norm."""
     if not gradients or math.isinf(max_norm):
         return
     scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return how a gradient is sharded, and this process's local tensor of the gradient.
+    """Return this process's part of a gradient, and over which mesh dimensions the gradient is sharded.
 
-    How it is sharded is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
+    The second value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     """
     if not isinstance(gradient, DTensor):
         return None, gradient
@@ -92,7 +92,7 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over gradients that are sharded alike, or the largest |g| if p is infinite.
+    """Return the sum of |g|^p over a group of gradients, as a part of their total norm. For infinite p, the largest.
 
     `group` is the mesh and its sharded dimensions. A collective call if it is not None.
     """
@@ -121,7 +121,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Gradient operations of `FSDP`, which leaves each process with its own shard of each gradient."""
+    """Reduction, scaling and clipping of gradients for `FSDP`, with a shard of each gradient on every process."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
@@ -191,21 +191,21 @@ def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | No
 
 
 class Placer(Protocol):
-    """Protocol of objects that prepare the models of an FSDP strategy, by sharding or moving them."""
+    """Protocol of the object that prepares models for an FSDP strategy: it shards them or only moves them."""
 
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Objects that average the gradients of unsharded parameters, by the model that holds the parameters."""
+        """Hooks that average the gradients of parameters that FSDP does not shard, as a dict by model."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for constructing a model, for example without parameter values."""
+        """Return a context manager in which to construct a model, for example without parameter values."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model or move it to the device, and return the model to call."""
+        """Prepare a model: shard it, or only move it to the device. Returns the module to call."""
 
 
 class FSDP(Strategy):
-    """Fully sharded data parallelism: torch's `fully_shard` shards parameters, gradients and optimizer state.
+    """Fully sharded data parallelism: torch's `fully_shard` divides parameters and optimizer state over processes.
 
     Args:
         wrap: Modules that are gathered and freed as one unit. `"auto"` selects the classes in `_no_split_modules`, or
@@ -299,7 +299,7 @@ class FSDP(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> FSDP:
-        """Create an FSDP strategy from the options in the `fsdp_config` section of a launcher's YAML file.
+        """Create an FSDP strategy from the section `fsdp_config` of a launcher's YAML file.
 
         Files of version 1 and of version 2 are supported.
 
@@ -326,7 +326,7 @@ class FSDP(Strategy):
         state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Set the topology and the object that shards models, and create the objects for gradients and state.
+        """Set the strategy's parts: the topology, the object that shards models, and the gradient operations.
 
         Args:
             topology: The position of this process in the run.
@@ -398,6 +398,6 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the largest value of a scalar tensor over all processes. A collective call."""
+    """Return the largest value that a scalar tensor has on any process. All processes must call this."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest

@@ -14,7 +14,7 @@ from drivetrain.runtime.devices import DeviceKind
 
 
 class Precision:
-    """Base class for numeric precisions. The class itself is plain float32, without autocast or loss scaling.
+    """Base class for precisions. Without a subclass, it is plain float32 without autocast or loss scaling.
 
     A precision sets dtypes and loss scaling. The strategy places tensors on devices.
 
@@ -31,7 +31,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Set up the precision for a kind of device, and raise if the device does not support the precision.
+        """Prepare the precision for a kind of device. Raises an error if these devices do not support the precision.
 
         Args:
             kind: The kind of device.
@@ -41,7 +41,7 @@ class Precision:
         """
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Convert a model's parameters and buffers to the precision's dtype, before the model is moved to its device.
+        """Convert a model's parameters and buffers to the dtype in which this precision stores them.
 
         Args:
             model: The user's model.
@@ -52,19 +52,19 @@ class Precision:
         return model
 
     def convert_batch(self, batch: Any) -> Any:
-        """Convert a batch's floating-point tensors to the precision's dtype, and return the batch."""
+        """Convert a batch's floating-point tensors to the dtype that the model takes, and return the batch."""
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters are created with the precision's dtype."""
+        """Return a context in which new modules get parameters in the precision's dtype, to save memory."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which each forward pass runs, such as `torch.autocast`."""
+        """Return the context manager for forward passes in this precision, such as `torch.autocast`."""
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return an autocast context for computations outside the model. It is disabled if the precision has none.
+        """Return the precision's autocast context, for use outside of the model. It is disabled without autocast.
 
         Args:
             kind: The kind of device.
@@ -74,17 +74,17 @@ class Precision:
         return torch.autocast(kind.autocast_type, enabled=False, cache_enabled=cache_enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss multiplied by the loss scale, for the backward pass."""
+        """Multiply a loss by the loss scale before its backward pass, so that small gradients do not become zero."""
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Keep the loss scale constant as long as the function `holds` returns True.
+        """Do not change the loss scale while `holds()` is True, that is, while gradients accumulate.
 
-        Accumulated gradients were computed with the current scale, so it must not change before their optimizer step.
+        Accumulated gradients were computed with the current scale, which therefore must not change before their step.
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make all processes skip an optimizer step if gradients overflow on any process.
+        """Skip an optimizer step on all processes if any of them finds gradients that overflow.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 
@@ -93,10 +93,10 @@ class Precision:
         """
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the loss scale, before clipping."""
+        """Divide an optimizer's gradients by the loss scale, so that they can be read or clipped."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step an optimizer. Return False if the step was skipped because a gradient overflowed.
+        """Run an optimizer's step. Return False if it was skipped because a gradient overflowed.
 
         Args:
             optimizer: The optimizer.
@@ -112,7 +112,7 @@ class Precision:
         return True
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Raise if an optimizer holds parameters that this precision cannot train, such as float16 weights.
+        """Raise if an optimizer holds parameters in a dtype that this precision cannot train, such as float16.
 
         Args:
             optimizer: The prepared optimizer.
@@ -123,7 +123,7 @@ class Precision:
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepare an optimizer for this precision before its first step, and return the optimizer to step.
+        """Adapt an optimizer to this precision before its first step, and return the optimizer to use instead.
 
         Args:
             optimizer: The user's optimizer.
@@ -134,18 +134,18 @@ class Precision:
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision's state for a checkpoint, such as the current loss scale."""
+        """Return the precision's state for a checkpoint, such as the current loss scale of fp16."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the precision's state from a checkpoint, as returned by `state_dict`."""
+        """Restore the precision's state, such as the loss scale, from a checkpoint."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 def overrides(precision: Precision, method: str) -> bool:
-    """Return True if a precision's class defines a method itself instead of inheriting the method of `Precision`."""
+    """Return True if a precision has its own version of a method. Used to skip calls that would do nothing."""
     return getattr(type(precision), method) is not getattr(Precision, method)
 
 
@@ -153,7 +153,7 @@ def overrides(precision: Precision, method: str) -> bool:
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """`GradScaler` for sharded gradients. All processes skip an optimizer step if any of them finds an overflow.
+    """Gradient scaler for sharded gradients: if they overflow on any process, all processes skip the step.
 
     Torch's `GradScaler` checks one process's gradients, and cannot handle plain tensors and DTensors together.
     """

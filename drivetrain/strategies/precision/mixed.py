@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.true import refuse_without_bf16
 
 
 class MixedPrecision(Precision):
-    """Base class for mixed precision: float32 parameters and gradients, and forward passes under autocast.
+    """Base class for mixed precision, which keeps parameters in float32 and runs forward under autocast.
 
     Args:
         cache_enabled: Cache the cast copies of weights within one forward pass.
@@ -47,7 +47,7 @@ class MixedPrecision(Precision):
 
 
 class BFloat16Mixed(MixedPrecision):
-    """Mixed precision with autocast to bfloat16, which has the range of float32 and needs no loss scaling."""
+    """Mixed precision with bfloat16, which has the range of float32 and therefore needs no loss scaling."""
 
     name = "bf16"
     aliases = ("bf16-mixed",)
@@ -59,7 +59,7 @@ class BFloat16Mixed(MixedPrecision):
 
 
 class Float16Mixed(MixedPrecision):
-    """Mixed precision in float16 with a loss scale (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
+    """Mixed precision with float16 and loss scaling (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
 
     A step with overflowing gradients is skipped, and the loss scale is multiplied by `backoff_factor`. The scale is
     updated before the next loss is scaled, after all optimizers have stepped.

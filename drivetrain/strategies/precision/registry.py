@@ -12,7 +12,7 @@ _PRECISIONS: dict[str, type[Precision]] = {}
 
 
 def register_precision(precision: type[Precision], *, replace: bool = False) -> type[Precision]:
-    """Register a `Precision` class under its name and aliases. Can be used as a class decorator.
+    """Register a `Precision` class under its names. Can be used as a class decorator.
 
     Args:
         precision: The class. Its names are matched in lower case.
@@ -40,12 +40,12 @@ for _precision in (Precision, Double, BFloat16Mixed, BFloat16True, Float16Mixed,
 
 
 def available_precisions() -> list[str]:
-    """Return the canonical names of all registered precisions."""
+    """Return the names of all precisions that can be selected by name, without aliases."""
     return list(dict.fromkeys(precision.name for precision in _PRECISIONS.values()))
 
 
 def resolve_precision(spec: str | int | Precision | None) -> Precision:
-    """Return the precision for a name. A `Precision` object is returned unchanged.
+    """Return the precision that a name such as `"bf16"` stands for. A `Precision` object is returned unchanged.
 
     Args:
         spec: A canonical name such as `"bf16"`, an alias such as `"bf16-mixed"`, a number of bits (16, 32 or 64), a

@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.base import Precision
 
 
 class TruePrecision(Precision):
-    """Base class for precisions with one dtype for parameters, activations, gradients and batches."""
+    """Base class for precisions that use one dtype for parameters, activations, gradients and batches alike."""
 
     dtype: ClassVar[torch.dtype]
     # None leaves complex tensors unchanged: torch computes at least in complex64.
@@ -82,7 +82,7 @@ class Float16True(TruePrecision):
 
 
 def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
-    """Raise a `ConfigurationError` if a kind of device does not support the precision's bfloat16 arithmetic."""
+    """Raise a `ConfigurationError` if a kind of device cannot compute in bfloat16."""
     if not kind.supports_bf16():
         raise ConfigurationError(
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "

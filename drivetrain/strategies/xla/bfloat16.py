@@ -19,9 +19,9 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Option with which a user lets XLA round floats to bfloat16, and the environment variable that enables it.
+    """Choice of rounding floats to bfloat16 on TPUs: the user's option, and the environment variable for XLA.
 
-    Both are None without rounding.
+    The option and the variable are None without rounding.
     """
 
     option: str | None = None
@@ -29,7 +29,7 @@ class Rounding:
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Return the rounding that the user's options `downcast_bf16` and `use_bf16` select.
+        """Return the rounding selected by the user's option `downcast_bf16` or `use_bf16`, or no rounding.
 
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """
@@ -42,7 +42,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set the environment variable that makes torch_xla round floats to bfloat16.
+        """Set the environment variable by which torch_xla rounds floats to bfloat16, before XLA starts.
 
         Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """
@@ -56,7 +56,7 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise unless the run's precision is `"bf16"`, and warn if torch_xla does not round floats as configured."""
+        """Raise unless the precision is `"bf16"`. Warn if torch_xla does not round floats as the user has chosen."""
         if self.variable is None:
             return
         if precision != "bf16":

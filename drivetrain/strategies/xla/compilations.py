@@ -23,7 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counter of the graphs that XLA compiles in training and evaluation, which warns if XLA keeps recompiling.
+    """Counter of XLA's compilations during training and evaluation, which warns if they do not stop.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -44,27 +44,27 @@ class Compilations:
 
     @property
     def total(self) -> int:
-        """Number of graphs that XLA has compiled in this process since its start."""
+        """Number of graphs that XLA has compiled since this process started."""
         return int(self._metrics.counter_value("UncachedCompile") or 0)
 
     @property
     def count(self) -> int:
-        """Number of graphs compiled since the counter was created."""
+        """Number of graphs that XLA has compiled since this counter was created."""
         return self.total - self._started
 
     @property
     def seconds(self) -> float:
-        """Total time in seconds that this process has spent on compiling graphs."""
+        """Total time in seconds that XLA has spent on compilation in this process."""
         data = self._metrics.metric_data("CompileTime")
         # torch_xla returns (count, total in nanoseconds, samples).
         return data[1] / 1e9 if data else 0.0
 
     def record_batch(self, batch: Any) -> None:
-        """Store the shapes of a batch's tensors, so that a warning about recompilation can name changed shapes."""
+        """Remember the shapes of a batch's tensors, to name the changing ones if XLA compiles again and again."""
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step, and warn if XLA compiled a graph in several of the last steps."""
+        """Count an optimizer step. Warn if XLA still had to compile in several of the last steps."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)
@@ -78,7 +78,7 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Count a batch without an optimizer step, as in evaluation. Warn if all recent batches compiled a graph."""
+        """Count a batch outside of training steps, as in evaluation. Warn if XLA compiles for every batch."""
         if self._stepped:
             self._stepped = False
             # The step has counted its own compilations.
@@ -98,7 +98,7 @@ class Compilations:
 
 
 class _Watched:
-    """Record of the last few graphs: whether XLA compiled each of them, and the shapes in each batch."""
+    """The last few steps or batches: whether XLA compiled for each of them, and their tensors' shapes."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -106,7 +106,7 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Record a graph and its batch's shapes. Return True if XLA has compiled graphs since the last record."""
+        """Record a step or batch with its shapes. Returns True if XLA has compiled a graph for it."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)
@@ -114,7 +114,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """Return the path, such as `batch['x']`, and the shape of each tensor in a nested batch."""
+    """Return a name, such as `batch['x']`, and the shape for each tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):
@@ -125,7 +125,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return advice for a user whose batches make XLA recompile, with the tensors whose shapes have varied."""
+    """Return advice for a warning about repeated compilation, with the tensors whose shapes vary."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

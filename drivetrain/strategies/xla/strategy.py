@@ -38,10 +38,10 @@ from drivetrain.strategies.xla.compilations import Compilations
 
 
 class XLAGradients(Gradients):
-    """Gradient operations on XLA devices, where XLA itself reduces gradients over the devices of one process."""
+    """Gradient operations for XLA devices. XLA itself reduces gradients over the devices of one process."""
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`. Returns the norm before clipping.
 
         The norm is computed at least in float32. XLA sums squares in the gradients' dtype. In bfloat16, the norm of a
         small model was 5 % too low.
@@ -54,7 +54,7 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradient operations for several XLA processes, which average gradients at the end of each backward pass.
+    """Gradient operations for several XLA processes, whose gradients are averaged in each backward pass.
 
     XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
     averaged gradients, so several backwards of a step may each do it.
@@ -75,11 +75,11 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Include a model in all later averages of gradients over the processes."""
+        """Average this model's gradients over all processes in each later backward pass."""
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models over the processes, except in a context of `no_sync`."""
+        """Average the gradients of all prepared models over processes. Does nothing within `no_sync`."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
@@ -105,7 +105,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Numbers of devices along the three axes of a device mesh: model replicas, parameter shards, and split layers."""
+    """Numbers of devices along the axes of an XLA mesh: model replicas, shards of parameters, and split layers."""
 
     data: int = REST
     shard: int = 1
@@ -120,11 +120,11 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Total number of devices in the mesh."""
+        """Number of devices in the mesh: the product of the sizes of its axes."""
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """Return the mesh shape with a size of -1 replaced by the number of devices that the other sizes leave."""
+        """Return the mesh shape with -1 replaced, so that the product of all sizes is the number of devices."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -142,7 +142,7 @@ class MeshShape:
 
 
 class DeviceMesh:
-    """All XLA devices of this process as a mesh, with methods that shard tensors over its axes."""
+    """The XLA devices of this process, arranged as a mesh over whose axes tensors can be sharded."""
 
     def __init__(self, shape: MeshShape) -> None:
         self.shape = shape
@@ -150,19 +150,19 @@ class DeviceMesh:
 
     @cached_property
     def mesh(self) -> Any:
-        """torch_xla's mesh object for these devices, created on first use."""
+        """The mesh object of torch_xla for these devices. It is created on first use."""
         shape = self.shape
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Shard a tensor over the mesh axes in `spec`, in place. A tensor that is already sharded is not changed."""
+        """Distribute a tensor over the devices in place. `spec` is the mesh axis for each dimension, or None."""
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Shard a parameter over the mesh axes in `spec`, in place. Replaces an earlier sharding."""
+        """Distribute a parameter over the devices in place. `spec` is the mesh axis for each dimension, or None."""
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -171,28 +171,28 @@ class DeviceMesh:
         setattr(parameter, _SPEC, spec)  # not in a weak dict, since weak references keep parameters from being moved
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
-        """Shard a tensor's first dimension, in place, over all devices that process different samples."""
+        """Split the samples (rows) of a batch's tensor over the devices, in place."""
         if tensor.dim() and self.shape.data * self.shape.shard > 1:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Shard a tensor, such as optimizer state, in place like a parameter of the same shape."""
+        """Distribute a tensor over the devices in place, as `parameter` is. Used for optimizer state."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is sharded, so that devices hold different parts of its values."""
+        """Return True if each device holds another part of the tensor, False if all hold a full copy."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return XLA's textual description of how a tensor is sharded, which is empty if it is not."""
+        """Return XLA's description of how a tensor is distributed over devices. Empty if it is not."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Choose the dimension along which to shard a parameter, and return the mesh axis of each dimension.
+    """Choose the dimension along which to shard a parameter. Returns a mesh axis or None for each dimension.
 
     The largest dimension that the number of devices divides is chosen, or else the largest. `taken` contains axes that
     are already assigned, for example by tensor parallelism.
@@ -212,7 +212,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Transfer of batches to XLA devices, which first launches the graph recorded for the previous batch."""
+    """Object that moves batches to XLA devices. It first starts the computation recorded for the previous batch."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
@@ -244,7 +244,7 @@ class XLABatches(BatchPlacement):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a full copy of a tensor on the CPU, assembled from its parts on the XLA devices.
+    """Return a full copy of a tensor on the CPU, even if its parts lie on several XLA devices.
 
     `Tensor.cpu()` compiles and runs a program that gathers a sharded tensor on each device at every call (torch_xla
     2.9). This function transfers each part and compiles nothing.
@@ -266,7 +266,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class XLAState(ModelState):
-    """Saving and loading of the state of models on XLA devices, as full tensors on the CPU."""
+    """State dicts for checkpoints on XLA devices, with full tensors on the CPU."""
 
     held_as = "parts"
 
@@ -320,9 +320,9 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return the mesh axes of the parameters that a tensor-parallel plan names, by parameter name.
+    """Return how a tensor-parallel plan splits parameters: a mesh axis or None per dimension, by name.
 
-    XLA derives from them how to split the computation.
+    XLA derives from these axes how to split the computation.
     """
     if devices == 1 or plan is None:
         return {}
@@ -354,7 +354,7 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
 
 
 class XLA(Strategy, PlacesBatches):
-    """Strategy for XLA devices such as TPUs, where each step is compiled once and then launched as one graph.
+    """Strategy for XLA devices such as TPUs. XLA compiles each step as a whole at its first run.
 
     One process uses all devices of its machine (SPMD): its batch is the global batch, whose rows are sharded over the
     devices, and XLA inserts the collectives. With several processes, each uses one device.
@@ -465,13 +465,13 @@ class XLA(Strategy, PlacesBatches):
 
     @property
     def batch_placement(self) -> XLABatches:  # type: ignore[override]
-        """Object that moves each batch to the XLA devices, and shards it over them."""
+        """Object that moves each batch to the XLA devices and splits its samples over them."""
         return XLABatches(self.compilations, self._mesh, self._pads)
 
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model, move it to the XLA devices, and shard or replicate its parameters. Return the model."""
+        """Convert a model to the precision and move it to the XLA devices, which split or copy its parameters."""
         converted = precision.convert(model)
         if not move:
             return converted
@@ -535,7 +535,7 @@ class XLA(Strategy, PlacesBatches):
 
 
 class XLAFSDP(XLA):
-    """Strategy for XLA devices with sharded parameters (Xu et al., 2021, https://arxiv.org/abs/2105.04663).
+    """Strategy that shards parameters over XLA devices (Xu et al., 2021, https://arxiv.org/abs/2105.04663).
 
     Each parameter is sharded along one dimension. XLA gathers it where it is used, and shards its gradient and
     optimizer state in the same way.

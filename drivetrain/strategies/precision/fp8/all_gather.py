@@ -28,7 +28,7 @@ _version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
-    """Extension of a linear layer's sharded weight, which makes FSDP gather the weight in float8.
+    """Extension of a sharded weight, which makes FSDP gather the weight in float8 to save communication.
 
     Attributes:
         twin: A second layer whose weight is torchao's tensor subclass over the same shard.
@@ -63,11 +63,11 @@ class GatheredWeight:
         self._shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 
     def is_of(self, layer: Any) -> bool:
-        """Return True if the layer still holds the weight shard that this object extends."""
+        """Return True if the layer's weight is still the tensor for which this extension was created."""
         return layer.weight._local_tensor is self._shard
 
     def mark_scaled(self) -> None:
-        """Record that the precomputed float8 scale matches the current values of the weight."""
+        """Record that the float8 scale was computed from the weight's current values."""
         self._scaled = self._versions()
 
     def _versions(self) -> tuple[int, int]:
@@ -82,14 +82,14 @@ class GatheredWeight:
 
 
 class Float8AllGather:
-    """Registry of the weights that FSDP gathers in float8, and of the optimizers that step them."""
+    """Weights that FSDP gathers in float8 to save communication, with the optimizers that change them."""
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Make FSDP gather the weights of float8 layers in float8, and record which of them the optimizer steps."""
+        """Make FSDP gather the float8 layers' weights in float8, and note which of them the optimizer changes."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
@@ -105,7 +105,7 @@ class Float8AllGather:
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:
-        """Compute the float8 scales of the weights that an optimizer has stepped. A collective call."""
+        """Compute new float8 scales for the weights that an optimizer has changed. All processes must call this."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for layers in self._groups.get(optimizer, ()):
@@ -116,7 +116,7 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each float8 layer whose weight FSDP can gather in float8, with FSDP's record of the weight.
+    """Yield each float8 layer whose weight FSDP can gather in float8, with FSDP's internal object for it.
 
     Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
     forward, since FSDP has no all-gather extension for them (torch 2.13). Skips weights offloaded to the CPU.

@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class FP8Backend(ABC):
-    """Base class for adapters to packages that compute a model's linear layers in float8.
+    """Base class for adapters to packages that compute linear layers in float8, such as torchao.
 
     Attributes:
         name: Name for `FP8(backend=name)`.
@@ -30,36 +30,36 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Import the package if needed, and raise if the package or the kind of device does not support float8."""
+        """Import the backend's package. Raises an error if it is missing or if the device does not support float8."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make the linear layers in `layers` compute in float8, and leave the linear layers in `kept` unchanged.
+        """Make the linear layers in `layers` compute in float8. The layers in `kept` are not changed.
 
         Parameters and their names stay unchanged.
         """
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """Return the context that the package needs around a forward pass, or None if it needs none."""
+        """Return the context in which forward passes with this backend must run, or None if they need none."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Prepare an optimizer for float8 models before its first step, and return the optimizer to step."""
+        """Adapt an optimizer to float8 models before its first step, and return the optimizer to use instead."""
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Update values that depend on the weights, such as float8 scales. Called after each optimizer step."""
+        """Update what depends on the weights' values, such as float8 scales, after an optimizer step."""
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return the float8 scaling state of the models for a checkpoint, such as the largest values of past steps."""
+        """Return the models' float8 scales and related state for a checkpoint."""
         return {}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restore the float8 scaling state of the models from a checkpoint, as returned by `state_dict`."""
+        """Restore the models' float8 scales and their history from a checkpoint."""
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """Return the allowed value that matches a given name, ignoring case. Raise a `ConfigurationError` if none does."""
+    """Return the allowed value that equals a given name, ignoring case. Raises a `ConfigurationError` if none does."""
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
@@ -89,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """A model's linear layers by name, divided into layers to convert to float8 and layers to leave unchanged.
+    """A model's linear layers by name: those to convert to float8, and those that keep their precision.
 
     Attributes:
         converted: Layers to convert to float8.
@@ -107,7 +107,7 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Return a model's linear layers, divided into layers to convert to float8 and layers to leave unchanged.
+    """Divide a model's linear layers into those to convert to float8 and those that keep their precision.
 
     A layer is converted if its sizes are multiples of `multiple_of` and `wanted` returns True for the layer and its
     name. `keep_first_and_last` leaves the first and the last linear layer unchanged.
@@ -143,13 +143,13 @@ def _computes_by_itself(layer: nn.Linear) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Return names as comma-separated text for a message. A long list is cut, and the remaining names are counted."""
+    """Join names with commas for an error message. A long list is shortened to its first names and a count."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace modules wherever a model registers them. The new modules take over parameters and hooks.
+    """Replace submodules of a model by others, which take over the old modules' parameters and hooks.
 
     A replacement shares the dicts of parameters and hooks with the old module. Optimizers, sharding and hook handles
     that were created for the old module therefore stay valid.

@@ -18,7 +18,7 @@ _KEEP = "use_fp32_linear"
 
 
 class MSAMP(FP8Backend):
-    """Float8 backend that uses MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313) on one NVIDIA GPU.
+    """FP8 backend that uses MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313) on one NVIDIA GPU.
 
     The package is no longer developed. It replaces an Adam or AdamW optimizer, and keeps weights in scaled float16.
     """
@@ -73,7 +73,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State dict hook that converts MS-AMP's scaled weights to float32, which any loader can read."""
+    """State dict hook that stores MS-AMP's weights as plain float32 tensors, which all programs can load."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):
@@ -81,7 +81,7 @@ def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def _scaled_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load hook that casts the plain tensors of a state dict to the scaled dtype of MS-AMP's weights."""
+    """Load hook that converts the plain tensors of a state dict to MS-AMP's scaled dtype."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and parameter is not None and hasattr(parameter, "meta"):

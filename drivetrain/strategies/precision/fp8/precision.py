@@ -89,7 +89,7 @@ class FP8(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8:
-        """Create an FP8 precision from the options in the `fp8_config` section of a launcher's YAML file.
+        """Create an FP8 precision from the section `fp8_config` of a launcher's YAML file.
 
         Args:
             config: The options by key, with or without the prefix `fp8_`, as in a launcher's YAML file.
@@ -237,7 +237,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `fp8_config` section of a launcher's YAML file to a dict of `FP8` arguments.
+    """Convert the section `fp8_config` of a launcher's YAML file to keyword arguments of `FP8`.
 
     Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """
@@ -269,7 +269,7 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backend(named: Any, given: Mapping[str, Any]) -> str:
-    """Return the configured backend's name. If none is configured, infer the backend from the other keys."""
+    """Return the name of the FP8 backend in a configuration, or the backend that its other keys belong to."""
     if named is not None and str(named).upper() != "NO":
         return _BACKENDS[check_choice("fp8_config's backend", named, tuple(_BACKENDS))]
     return next((backend for backend, keys in _KEYS.items() if any(key in keys for key in given)), "torchao")

@@ -22,7 +22,7 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """Float8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
+    """FP8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
 
     It runs on NVIDIA GPUs of the Ada generation or newer.
     """
@@ -142,7 +142,7 @@ class TransformerEngine(FP8Backend):
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Return whether the device supports a float8 recipe, and TransformerEngine's reason if it does not."""
+    """Return True if the device supports a float8 recipe, and otherwise False with a reason for the user."""
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -155,7 +155,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a TransformerEngine module class that leaves `_extra_state` out of its state dict."""
+    """Return a subclass of a TransformerEngine layer whose state dict is that of a plain torch layer."""
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
@@ -167,7 +167,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """Return a module's float8 scales and their histories on the CPU. Empty before the first forward pass."""
+    """Return a layer's float8 scales and the history that they follow from. Empty before the first forward pass."""
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 
