@@ -285,11 +285,11 @@ def written(entries: list[Entry], version: str, framework: Framework) -> str:
 def section(owner: str, entries: list[Entry], mirror: str) -> list[str]:
     """What belongs to one class, module or command: a list of what is the same, and a table of the rest."""
     lines = [f"## `{owner}`", ""]
-    unchanged = "These names and arguments exist unchanged in"
-    for text, is_mirrored in ((f"{unchanged} `drivetrain`", False), (f"{unchanged} `{mirror}`", True)):
+    for package, is_mirrored in (("drivetrain", False), (mirror, True)):
         same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(mirror) is is_mirrored]
         if same:
-            lines += [f"{text}: {listed(same, owner)}.", ""]
+            lines += [f"You can keep these as they are. They come from `{package}`:", ""]
+            lines += [f"- {name}" for name in names_of(same, owner)] + [""]
     rest: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         if entry.verdict != SAME:
@@ -301,6 +301,11 @@ def section(owner: str, entries: list[Entry], mirror: str) -> list[str]:
 
 
 def listed(entries: list[Entry], owner: str) -> str:
+    """Their names, as one text. See `names_of`."""
+    return ", ".join(names_of(entries, owner))
+
+
+def names_of(entries: list[Entry], owner: str) -> list[str]:
     """Their names without what the heading has, arguments of one callable together: `reduce(tensor, scale)`."""
     arguments: dict[str, list[str]] = {}
     for entry in entries:
@@ -313,7 +318,7 @@ def listed(entries: list[Entry], owner: str) -> str:
         for head in heads:
             short = short.removeprefix(head)
         names.append(f"`{short}({', '.join(given)})`" if given else f"`{short}`")
-    return ", ".join(names)
+    return names
 
 
 def note(entry: Entry) -> str:
