@@ -80,7 +80,7 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Value recorded in one optimizer step, such as the loss, that has not been checked yet.
+    """Loss or metric value of one optimizer step that a guard has recorded but not yet checked.
 
     Attributes:
         step: The number of optimizer steps before this one.
@@ -163,11 +163,11 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Return the number to check, as a scalar tensor on the device, computed from this process's loss or metric."""
+        """Compute the number to check from this process's loss or metric, as a scalar tensor on the device."""
 
     @abstractmethod
     def judge(self, value: float) -> str | None:
-        """Return a message if a value is bad, else None. The value is the mean of `measure` over all processes."""
+        """Return a message if a value is bad, else None. Called with the mean of `measure` over all processes."""
 
     # hooks
 
@@ -277,7 +277,7 @@ class Guard(Callback):
     # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Check all recorded values on all processes, and react to the first bad one. Returns True if there was one."""
+        """Check the values recorded since the last check. React to the first bad one, and return True if there is one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False
@@ -426,7 +426,7 @@ class NaNGuard(Guard):
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return a boolean scalar tensor: True if this process's shards of all tensors contain no NaN or infinity."""
+    """Return True, as a scalar tensor, if all elements of the tensors on this process are finite."""
     parts = [part for part in map(_local, tensors) if part.numel()]
     # The infinity norm is NaN or infinite if any element is, and needs no boolean copy of the tensor.
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]

@@ -110,7 +110,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Reading(NamedTuple):
-    """Snapshot of the amounts that this process has trained on so far, from which rates are computed.
+    """What this process has trained on so far, such as samples and FLOPs. Rates are computed from two of them.
 
     Attributes:
         time: The seconds of training, without validations.

@@ -75,7 +75,7 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next report page should be written, or a negative number if it is overdue."""
+        """The seconds until the report page must be written again. Negative if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
@@ -94,7 +94,7 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write only `run.json`, so that the run is listed even if it is killed before the first page."""
+        """Write the first `run.json`, without a report page, so that even a run that is killed early is listed."""
         write_record(self._folder, self._record(RUNNING, ""))
         self._facts = None  # the validation loaders are created later
 
@@ -161,7 +161,7 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the earlier parts of a run that was stopped and resumed, from the `run.json` in its folder."""
+    """Return the earlier sessions of a run that was resumed: the times and outcomes in its existing `run.json`."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
@@ -203,7 +203,7 @@ class RunSampler:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next sample should be taken, or a negative number if it is overdue."""
+        """The seconds until the next performance sample must be taken. Negative if it is overdue."""
         now = time.monotonic()
         return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
 
@@ -255,7 +255,7 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """Stop the thread. If the function is running, wait up to `seconds` for it to return."""
+        """End the background thread. If its function is just being called, wait up to `seconds` for it to return."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -451,12 +451,7 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Take a sample and write a report page if they are due. Returns the seconds until the next call.
-
-        Runs in the background thread.
-
-        Called in the thread of the clock. Returns the seconds until the next call.
-        """
+        """Record performance and write the report page, if due. Returns the seconds until the next call is needed."""
         sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
             return _NOTHING_TO_DO
