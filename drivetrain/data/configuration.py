@@ -11,7 +11,7 @@ from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 @dataclass(frozen=True)
 class DataShard:
-    """Part of the data that one process reads, given by its index and the number of parts.
+    """Part of a dataset that one process reads. `DataShard(0, 4)` is the first of four parts.
 
     Processes that work on one batch together (tensor, pipeline or context parallelism) have equal shards.
 
@@ -35,7 +35,7 @@ class DataShard:
 
 
 class TailPolicy(str, Enum):
-    """Policy for the end of an epoch, when there is not a full batch for every process.
+    """How an epoch ends when there is no full batch left for every process, for example by padding.
 
     Padding rows are the last rows of a batch, and the loader counts them (`BatchInfo.padding`). A single process never
     gets padding.

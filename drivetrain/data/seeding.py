@@ -161,7 +161,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Read the samples of the first batch, and record which generators reading a sample uses."""
+        """Read the samples of the first batch, and find out which global random generators the dataset draws from."""
         drawn: list[str] = []
         samples = []
         for index in indices:
