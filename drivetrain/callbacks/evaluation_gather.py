@@ -99,7 +99,7 @@ def has_rows(values: Any, rows: int) -> bool:
 
 
 class SampleGather:
-    """Transfer of predictions and targets from all processes to the main process, while evaluation continues.
+    """Transfer of predictions and targets to the main process while the evaluation is still running.
 
     Create it on all processes together. End it with `finish` or `abandon`.
     """

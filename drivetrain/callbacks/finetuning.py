@@ -153,7 +153,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the given parameters that the optimizer does not contain yet. Warn if it already contains some.
+        """Return those of the given parameters that are not in the optimizer yet, and warn if some already are.
 
         Args:
             optimizer: The optimizer.

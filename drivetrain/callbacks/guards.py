@@ -277,7 +277,7 @@ class Guard(Callback):
     # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Check the values recorded since the last check, and react to the first bad one. Returns True if any is bad."""
+        """Check all values recorded since the last check, and react to a bad one. Returns True if there was one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False

@@ -77,7 +77,7 @@ def check_options(
 
 
 class SaveInterval(NamedTuple):
-    """How often a `ModelCheckpoint` saves: in optimizer steps, time, epochs, or another unit. One field is set.
+    """Interval between two saves of a `ModelCheckpoint`, in optimizer steps, epochs, time or another unit.
 
     Attributes:
         steps: The number of optimizer steps between saves, or 0.

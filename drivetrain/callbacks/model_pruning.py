@@ -231,7 +231,7 @@ class ModelPruning(Callback):
                 self._method(module, name=name, **options)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining elements to their initial values, or to random ones if `resample_parameters` is set."""
+        """Reset elements that are not pruned to their initial values, or to random ones with `resample_parameters`."""
         for name, (module, own) in self._pruned().items():
             if self._resamples:
                 value = broadcast(_resampled(module, own))

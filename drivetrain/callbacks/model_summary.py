@@ -169,7 +169,7 @@ class ModuleTable:
         return any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters())
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the table as a list of columns, each a title and its cells. Sizes need an example input."""
+        """Return the table as a list of columns, each with a title and cells. Tensor sizes need an example input."""
         layers = list(self.layers)
         others = self.other_parameters if layers else 0
         extra = [Layer(OTHER, NOT_APPLICABLE, others, NOT_APPLICABLE, 0, NOT_APPLICABLE, NOT_APPLICABLE)]

@@ -243,7 +243,7 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def listed(values: Mapping[str, float]) -> str:
-    """Format values as text, such as `loss=0.123, acc=0.9`."""
+    """Format metric values as text, such as `loss=0.123, acc=0.9`."""
     return ", ".join(f"{name}={_number(value)}" for name, value in values.items())
 
 
@@ -533,7 +533,7 @@ class TQDMProgressBar(Callback):
         stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
     def _end(self, trainer: Trainer) -> None:
-        """Finish the bar of the current evaluation, and continue the training epoch's bar if there is one."""
+        """End the bar of the current evaluation. If a training epoch is in progress, return to its bar."""
         if self._display is None or not self._stages:
             return
         self._display.finish(self._stage, self._values(trainer))

@@ -202,7 +202,7 @@ class RunPoint:
 
 
 class StepLog:
-    """Schedule of a callback's logging: at the Trainer's `log_every_n_steps`, or at an interval of its own.
+    """Schedule by which a callback logs: every `log_every_n_steps` of the Trainer, or at its own interval.
 
     Attributes:
         every: The interval: a number of steps or a `Duration`.

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint that was found in a directory, with facts from its manifest.
+    """Complete checkpoint that was found in a directory, with facts from its manifest, such as its step.
 
     Attributes:
         path: Its directory or URL, or its file in another tool's format.

@@ -503,7 +503,7 @@ class JoinedWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Weights of one model in a drivetrain checkpoint."""
+    """Weights of one model in a drivetrain checkpoint, each read when it is accessed."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
         # A hash covers a whole file, so it is not checked again for every tensor that is read alone.

@@ -263,7 +263,7 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return the facts about a run that drivetrain recorded in a file of another tool's format, or None.
+    """Return what drivetrain has recorded about a run in a checkpoint file of another tool. None for other files.
 
     Weights are not read.
     """

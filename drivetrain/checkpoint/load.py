@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """A complete checkpoint, opened for reading.
+    """Complete checkpoint that has been opened to read its states, tensors and files.
 
     Args:
         directory: The checkpoint's directory or URL.

@@ -397,7 +397,7 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Queue in which one checkpoint at a time is written, in a background thread if requested.
+    """Queue that writes one checkpoint at a time, in a background thread if requested.
 
     Attributes:
         failed: The failed save whose error has not been raised yet, or None.

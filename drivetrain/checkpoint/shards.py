@@ -68,7 +68,7 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """Return where the part of a tensor that `index` identifies, by name and offsets, is stored."""
+        """Return the stored part of a tensor that `index` identifies by the tensor's name and the part's offsets."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
@@ -282,7 +282,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """Index of all tensors of the checkpoint, read and checked on first use."""
+        """Index of all tensors of the checkpoint. It is read from the checkpoint and checked on first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)

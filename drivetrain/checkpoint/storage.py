@@ -106,7 +106,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size of each file in a directory tree, by relative path. Empty if it does not exist.
+        """Return the size in bytes of each file below a directory, by relative path. Empty without a directory.
 
         Links and other special files have the size `NO_FILE`, and links are not followed.
         """
@@ -170,7 +170,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Delete a directory that will not be published, as far as possible."""
+        """Delete the directory of a failed save. What cannot be deleted stays, without an error."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:

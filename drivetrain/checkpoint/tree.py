@@ -63,7 +63,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from its JSON form and its tensors. Other content is refused as damaged."""
+    """Rebuild a nested structure from its JSON form and its tensors. Raises an error if the JSON is damaged."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -342,7 +342,7 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Return the content of a checkpoint's JSON file. `path` is used in error messages only."""
+    """Parse the JSON content of a checkpoint file. `path` is used in error messages only."""
     try:
         # json.loads accepts NaN and Infinity by default, which are not valid JSON.
         return json.loads(raw, parse_constant=_refused_constant)
@@ -355,7 +355,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Return a value as the bytes of a checkpoint's JSON file. NaN and infinite numbers are refused."""
+    """Encode a value as JSON for a checkpoint file. Raises an error if it has NaN or infinite numbers."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -434,7 +434,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor is stored in a checkpoint: file, first byte and number of bytes."""
+    """Location of a part of a tensor in a checkpoint: the file, the first byte and the number of bytes."""
 
     file: str
     start: int

@@ -148,7 +148,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of the last rows of a tensor that was computed from a batch are padding.
+        """Return how many of the last rows are padding in a tensor that was computed from the current batch.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

@@ -35,7 +35,7 @@ class DataShard:
 
 
 class TailPolicy(str, Enum):
-    """How an epoch ends when there is no full batch left for every process, for example by padding.
+    """Policy for the end of an epoch when no full batch is left for every process, for example to pad.
 
     Padding rows are the last rows of a batch, and the loader counts them (`BatchInfo.padding`). A single process never
     gets padding.
@@ -106,7 +106,7 @@ class DataLoaderConfiguration:
 
 
 def warn_of_workers(owner: str, value: Any) -> None:
-    """Check the deprecated option `num_workers`: warn of "auto", and raise an error for other values."""
+    """Warn that `num_workers="auto"` is deprecated. Raise an error for any other value."""
     if value != "auto":
         raise ConfigurationError(
             f"num_workers={value!r} is not allowed. Set the number in the loader: DataLoader(num_workers=...).",

@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
 
 class BatchedStream(IterableDataset[Record]):
-    """Dataset that groups the samples of an iterable dataset, and collates only the batches of one process.
+    """Dataset that groups the samples of an iterable dataset into batches, and collates those of one process.
 
     Every process reads the whole stream. Each worker groups the samples of its own stream.
     """
@@ -582,7 +582,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Group batches into steps. Yield, for each step, the batch of every process, padded or None at the end."""
+    """Form steps from batches. Yield a list with a batch for each process, padded or None where data runs out."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -632,10 +632,7 @@ def _steps(
 
 
 def whole_batches(padding: int, real: int) -> tuple[int, int]:
-    """Return the weights of a batch and of its step, for batches whose rows cannot be counted.
-
-    Every real batch then counts equally.
-    """
+    # The weights of a batch and of its step if rows cannot be counted: every real batch counts equally.
     return int(not padding), real
 
 

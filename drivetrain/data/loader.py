@@ -367,7 +367,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
-        """Continue with the next epoch if the loaded position is the end of an epoch.
+        """If a position at the end of an epoch was loaded, make the next iteration begin the following epoch.
 
         This has no effect if `set_epoch` or `skip` is called for the finished epoch first. A script that counts batches
         starts the next epoch at such a position, and one that counts epochs is still in the previous one.

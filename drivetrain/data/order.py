@@ -138,7 +138,7 @@ class PermutationSampler(Sampler[int]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration and `sampler[position]` use.
+        """Set the epoch, which determines the order of the next iteration and of `sampler[position]`.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -305,7 +305,7 @@ class IndexOrder:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the length that the sampler reports, or None to find the last batch by reading one ahead.
+        """Return the sampler's length. None if it is unknown or wrong, so that one batch must be read ahead.
 
         Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """

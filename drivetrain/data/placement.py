@@ -110,7 +110,7 @@ class PendingBatch:
 
     @property
     def is_missing(self) -> bool:
-        """True if there is no data, as for a loader of a `CombinedLoader` that has already ended."""
+        """True if the batch has no data, as for a loader of a `CombinedLoader` that has already ended."""
         return self._batch is None
 
     @property

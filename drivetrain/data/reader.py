@@ -105,7 +105,7 @@ def is_split_already(loader: Any) -> bool:
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """Return an iterator that ends at `limit` items, counting `skipped` earlier ones. None means no limit."""
+    """Return an iterator over at most `limit` items, counting `skipped` earlier ones. None means no limit."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 

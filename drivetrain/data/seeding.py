@@ -57,7 +57,7 @@ def is_deterministic_collate(collate_fn: Any) -> bool:
 
 
 def key_of(index: Any) -> int:
-    """Return an integer for an index of any type, equal in every process, from which a sample is seeded."""
+    """Return an integer for a dataset index of any type, equal in all processes, to seed reading the sample."""
     try:
         return operator.index(index)
     except TypeError:

@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How batches are divided among processes, and what happens when there are not enough for all of them.
+    """Rules for dividing batches among processes, including what happens at the end of an epoch.
 
     Attributes:
         shard: Part of the data that this process reads.
@@ -154,7 +154,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Yield each item with a flag that is True for the last item."""
+    """Yield each item with a flag that tells whether it is the last one."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
@@ -213,10 +213,7 @@ def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
 def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Divide batches among two or more processes. Yield those of this process, each with its `BatchInfo`.
-
-    With `TailPolicy.UNEVEN`, `last` refers to the group of all processes.
-    """
+    # With `TailPolicy.UNEVEN`, the `last` of a `BatchInfo` refers to the group of all processes.
     groups = _groups(batches, layout)
     full = layout.batch_size or 0
     for group, final in ((group, False) for group in groups) if streaming else with_last(groups):
@@ -337,7 +334,7 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
-    """Return True if lists in batches have one value for each row, like labels. False if they hold the fields."""
+    """Return True if lists in batches hold one value per row, as labels do, and not the fields of a batch."""
     if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
         return False
     if len(set(counts)) > 1:  # the number of parts would not change with the number of rows

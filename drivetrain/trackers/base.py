@@ -76,7 +76,7 @@ class Tracker(ABC):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        """Create a tracker for a run that selects it by name, such as `logger="csv"`.
+        """Create the tracker of a run whose Trainer selects it by name, such as `logger="csv"`.
 
         Args:
             save_dir: The root directory of the run.
@@ -266,7 +266,7 @@ class Tracker(ABC):
         self.finish()
 
     def record_end(self, status: str, message: str) -> None:
-        """Tell the tracker how the run ended. The default calls `finalize`. Override it to translate the status.
+        """Tell the tracker how the run ended. Override this method to report the status in the service's own terms.
 
         Args:
             status: The status of the run, as for `finalize`.
@@ -276,7 +276,7 @@ class Tracker(ABC):
 
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-    """Log values with `log_metrics` if the tracker's class overrides it, else with `log`."""
+    """Log values with a tracker's `log_metrics` if its class overrides that method, else with its `log`."""
     # A user's class may override either name. The inherited `log_metrics` calls `log`.
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
@@ -420,7 +420,7 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Create the tracker for a run with a project name. The directory is passed only if the tracker requires one.
+        """Create the tracker of a run that selects it by name. It receives the project, and a directory if required.
 
         Args:
             save_dir: The root directory of the run.
@@ -566,7 +566,7 @@ def first_line(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the final status of a run and the first line of the error that ended it, which is empty if None."""
+    """Return the final status of a run, such as `"failed"`, and its error's first line, which may be empty."""
     if error is None:
         return COMPLETED, ""
     return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)

@@ -501,7 +501,7 @@ class TrackerGroup:
     # start of the run
 
     def start(self) -> None:
-        """Import the packages of all trackers, and open the runs of the trackers that use a background thread."""
+        """Import all trackers' packages, and open the runs of those trackers that use a background thread."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)

@@ -271,5 +271,5 @@ class _MLFlowRun(PackageRun):
 
 
 def _valid(name: str) -> str:
-    """Replace characters that MLflow does not allow in the names of metrics and parameters by `_`."""
+    """Return a metric or parameter name in which characters that MLflow does not allow are replaced by `_`."""
     return "".join(each if each.isalnum() or each in "_-. /:" else "_" for each in name)

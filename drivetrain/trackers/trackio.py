@@ -107,7 +107,7 @@ class _TrackioRun(PackageRun):
         return f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0] if server else where
 
     def _check_space(self) -> None:
-        """Check that there is a Hugging Face token and a connection, without which Trackio would retry for long."""
+        """Raise `TrackerError` if a Hugging Face token or connection is missing, for which Trackio would wait long."""
         import huggingface_hub
 
         if not huggingface_hub.get_token():

@@ -152,7 +152,7 @@ _HIGHER_IS_BETTER = (
 
 @dataclass
 class Series:
-    """One curve of a chart in a run report, with its legend text and color.
+    """Curve of a chart in a run report, with its legend text and color.
 
     Attributes:
         name: The text in the legend.
@@ -324,7 +324,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Round a number to six digits, to keep the page small. NaN and infinity become None.
+    """Round a number to six digits for a smaller page. NaN and infinity, which JSON lacks, become None.
 
     Returns None for NaN and infinity, which JSON cannot represent.
     """

@@ -274,7 +274,7 @@ _LONGEST = 2000
 
 
 class WarningLog(logging.Handler):
-    """Log handler that collects warnings for the run report. Every warning is still displayed as usual.
+    """Log handler that collects warnings for the run report, in addition to their usual output.
 
     Attributes:
         found: A list of time, step, text and count of each warning.
@@ -525,7 +525,7 @@ def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
 
 
 def _record_without_tracker(trainer: Trainer) -> None:
-    """Let the run report store values in a CSV table if none of the Trainer's trackers writes files."""
+    """Store values in a CSV table for the run report if none of the Trainer's trackers writes files."""
     group, root = trainer.tracker_group, trainer.default_root_dir
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)
