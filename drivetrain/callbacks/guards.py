@@ -335,7 +335,7 @@ class Guard(Callback):
 
 
 class NaNGuard(Guard):
-    """Callback that stops the run, skips the step or rolls back when the loss or a gradient is NaN or infinite.
+    """Callback that stops the run, skips the step or returns to a checkpoint if the loss or a gradient is not finite.
 
     If any process has such a value, all processes act together. With `every_n_steps=1`, one number is read from the
     device before each optimizer step, so a bad value never reaches the weights. With larger values nothing is read in
@@ -456,7 +456,7 @@ SMALLEST_SPREAD = 1e-3
 
 
 class LossSpikeGuard(Guard):
-    """Callback that stops the run, skips the step or rolls back when the loss is far above its recent values.
+    """Callback that stops the run, skips the step or returns to a checkpoint if the loss is far above recent values.
 
     The distance is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
     `0.6745 * (x - median) / MAD`. MAD is the median absolute deviation from the median. Unlike mean and standard

@@ -162,7 +162,7 @@ class StepInterval:
 
 
 class RunPoint:
-    """Point in a run from which on a callback acts, such as after `"10%"` of the run or `"1M samples"`.
+    """Point in a run from which a callback acts, such as after `"10%"` of the run or `"1M samples"`.
 
     Create it after the counters of a resumed run have been restored.
     """

@@ -273,7 +273,7 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a temporary directory into which hooks write additional files that belong into a checkpoint.
+    """Create a temporary directory into which hooks write additional files that belong to a checkpoint.
 
     Call it on all processes.
 

@@ -45,7 +45,7 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch that a worker has read, with the numbers of rows that the main process cannot count itself.
+    """Batch as read by a worker, with the numbers of rows that only the worker can determine.
 
     Attributes:
         batch: The batch.

@@ -96,10 +96,7 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return True if whole batches of a dataset can be read at once, as from torch's `TensorDataset`.
-
-    Such a dataset can be read batch by batch instead of sample by sample.
-    """
+    """Return True if whole batches of a dataset can be read at once, as from torch's `TensorDataset`."""
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)

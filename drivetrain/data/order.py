@@ -305,7 +305,7 @@ class IndexOrder:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the sampler's length. None if it is unknown or wrong, so that one batch must be read ahead.
+        """Return the sampler's length. None means that the last batch is recognized by reading one batch ahead.
 
         Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """

@@ -78,7 +78,7 @@ _ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
 
 
 class PendingBatch:
-    """Batch on the host that moves to the device when it is first used, or earlier if it is sent ahead.
+    """Batch on the host that moves to the device when it is first used, or earlier if `send` is called.
 
     Args:
         batch: The batch on the host.

@@ -110,7 +110,7 @@ def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterato
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Start an iterator. Returns its first item in a list, which is empty at the end, and an iterator over all items.
+    """Start an iterator. Returns its first item in a list (empty if there is none), and an iterator over all items.
 
     The iterator keeps no reference to items that it has yielded.
     """
