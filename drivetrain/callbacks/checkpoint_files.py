@@ -75,7 +75,7 @@ class BestK:
         return is_better(score, self.scores[self.worst], self.mode)
 
     def displaced(self) -> list[str]:
-        """Return the checkpoints to remove so that one more fits into the top k. Empty if there is still room."""
+        """Return the paths of checkpoints to remove so that one more fits into the top k. Empty if there is room."""
         left, gone = dict(self.scores), []
         while 0 < self.k <= len(left):
             gone.append(self._worst_of(left))
@@ -197,7 +197,7 @@ class SavedAccount:
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
-        """Return those recorded checkpoints that are symbolic links to a target outside of `directory`."""
+        """Return the names of recorded checkpoints that are symbolic links to a target outside of `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
@@ -664,7 +664,7 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """End a background save when an error ends the run. Its failure is only logged; `wait` lets it finish first."""
+        """Stop tracking a background save after an error has ended the run. With `wait`, let the save finish first."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return

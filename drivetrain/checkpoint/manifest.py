@@ -270,7 +270,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's shared state in today's structure, whatever version of drivetrain has written it.
+    """Return a checkpoint's shared state in the current structure, whichever version of drivetrain wrote it.
 
     Args:
         shared: All or some top-level entries of a checkpoint, packed or not.
@@ -308,7 +308,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one process's state in today's structure, whatever version of drivetrain has written it."""
+    """Return one process's state in the current structure, whichever version of drivetrain wrote it."""
     if "engine" in own:
         return dict(own)
     return {

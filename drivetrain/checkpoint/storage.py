@@ -334,7 +334,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush a file that a hook has written to disk, and return its size and hash for the manifest."""
+        """Flush to disk a file that a hook has written, and return its size and hash for the manifest."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)

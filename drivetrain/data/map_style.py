@@ -344,7 +344,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Converter of the sampler's batches of indices to those that this process requests from its dataset.
+    """Converter of a sampler's batches to the indices that this process requests from its dataset.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
@@ -394,7 +394,7 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
 
 
 def _started(items: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator whose first item is read at once, because samplers draw their order with it."""
+    """Return an iterator after its first item has been read, because samplers draw their order with that item."""
     return chain(list(islice(items, 1)), items)
 
 

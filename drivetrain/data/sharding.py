@@ -536,7 +536,7 @@ def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Set in each `BatchInfo` the number of real rows that all processes have together in the step.
+    """Complete each `BatchInfo` with the number of real rows that all processes have together in the step.
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """
