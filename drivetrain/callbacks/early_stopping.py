@@ -214,7 +214,7 @@ class EarlyStopping(Callback):
         return value
 
     def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
-        """Compare a metric value with the best one, and count checks without progress. Returns if to stop, and why."""
+        """Update the best value, or the count of checks without progress. Returns whether to stop, and a message."""
         reason, message = self._reason_to_stop(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason

@@ -540,7 +540,7 @@ class LossSpikeGuard(Guard):
 
 
 def modified_z_score(value: float, values: Any) -> tuple[float, float]:
-    """Return how many robust standard deviations a value lies above the median of others, and that median."""
+    """Return how many robust standard deviations a value lies above the median of `values`, and the median."""
     import statistics  # imported late: it loads fractions and decimal
 
     median = statistics.median(values)

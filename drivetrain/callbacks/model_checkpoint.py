@@ -93,7 +93,7 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """Build the interval from the interval arguments of `ModelCheckpoint`. The default is one epoch."""
+        """Create the save interval from arguments of `ModelCheckpoint`. If none is given, save once per epoch."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)

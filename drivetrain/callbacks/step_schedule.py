@@ -119,7 +119,7 @@ class StepInterval:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the interval began, for a checkpoint. 0 for an interval that is not a time."""
+        """The seconds since the interval began, to be stored in a checkpoint. 0 unless the interval is a time."""
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
@@ -180,7 +180,7 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """The seconds of the duration that have passed, for a checkpoint. 0 for a duration that is not a time."""
+        """The seconds that have passed toward this point, for a checkpoint. 0 unless it is given as a time."""
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed
@@ -231,7 +231,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if the callback should log at this optimizer step, but only once for each step."""
+        """Return True if the callback should log at this optimizer step. A second call for the step returns False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):

@@ -106,7 +106,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size in bytes of each file below a directory, by relative path. Empty without a directory.
+        """Return the size in bytes of each file below a directory, by relative path. An empty dict if there is none.
 
         Links and other special files have the size `NO_FILE`, and links are not followed.
         """

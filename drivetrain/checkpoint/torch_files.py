@@ -244,7 +244,7 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Convert dicts whose keys are integers, which stand for positions in a list, to lists, at all levels."""
+    """Convert dicts with integer keys, which stand for positions in a list, to lists, at all levels."""
     if not isinstance(nested, dict):
         return nested
     # Integers in a path are positions in a list.

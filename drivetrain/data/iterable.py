@@ -130,7 +130,7 @@ class BatchedStream(IterableDataset[Record]):
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield the samples of an iterator. Before each one is read, seed the global generators by its position."""
+    """Yield samples from an iterator. The global random generators are seeded before each, by its position."""
     position = 0
     held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
     while True:
@@ -556,7 +556,7 @@ def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Deal batches out to the processes. Yield one list per step, with a batch or None for each process."""
+    """Distribute batches to the processes. Yield one list per step, with a batch or None for each process."""
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps

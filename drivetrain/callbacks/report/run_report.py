@@ -511,7 +511,7 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """Return the tracker whose folder receives the report, or None. A CSV tracker is preferred.
+    """Return the tracker into whose folder the run report is written, or None. A CSV tracker is preferred.
 
     None if there is none.
     """
