@@ -95,7 +95,7 @@ class Callback:
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0", use="schedule")
     def rhythm(self) -> Duration | tuple[Duration, ...] | None:
-        """The deprecated name of `schedule`, the interval at which the callback acts."""
+        """The interval at which the callback acts, or None. Deprecated in favor of `schedule`."""
         return self.schedule
 
     @rhythm.setter
@@ -135,7 +135,7 @@ class Callback:
         """
 
     def forget_run(self) -> None:
-        """Reset results of earlier runs, such as a best score. Called when another Trainer starts `fit`.
+        """Discard records of an earlier run, such as a best score. Called when a new Trainer starts `fit`.
 
         If that `fit` resumes from a checkpoint, `load_state_dict` then restores the state of the resumed run.
         """
@@ -308,7 +308,7 @@ class Callback:
         """Run code before the first validation batch, directly after `on_validation_start`."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last validation batch. Values logged with `task.log` still count for this validation."""
+        """Run code after the last validation batch. `task.log` can still be called to log validation metrics."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -349,7 +349,7 @@ class Callback:
         """Run code before the first test batch, directly after `on_test_start`."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last test batch. Values logged with `task.log` still count for this test."""
+        """Run code after the last test batch. `task.log` can still be called to log metrics of this test."""
 
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -402,7 +402,7 @@ class Callback:
 
 
 class Verb(str, Enum):
-    """Names of the Trainer methods that run a task. Members are strings, so `stage == "fit"` works in `setup`.
+    """Trainer methods that run a task: `fit`, `validate`, `test` and `predict`. Members equal these strings.
 
     Attributes:
         FIT: Training, with validation during it.
@@ -421,7 +421,7 @@ class Verb(str, Enum):
 
 
 class Stage(str, Enum):
-    """Names of the stages of a run. Members are strings, so `trainer.stage == "validate"` works.
+    """Stages of a run, as in `trainer.stage`: train, validate, test and predict. Members equal these strings.
 
     Attributes:
         TRAIN: Training, in `fit`.
@@ -440,17 +440,17 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> Verb:
-        """The Trainer method that runs this stage. Training belongs to `fit`, every other stage to its own method."""
+        """The Trainer method that runs this stage: `fit` for training, else the method named like the stage."""
         return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
     def hook(self) -> str:
-        """The stage's name as spelled in hook names, such as `"validation"` in `on_validation_start`."""
+        """The word for this stage in names of hooks. `VALIDATE` gives `"validation"`, as in `on_validation_start`."""
         return "validation" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def loader(self) -> str:
-        """The stage's name as spelled in dataloader methods, such as `"val"` in `val_dataloader`."""
+        """The word for this stage in names of dataloader methods. `VALIDATE` gives `"val"`, as in `val_dataloader`."""
         return "val" if self is Stage.VALIDATE else str(self.value)
 
     @property

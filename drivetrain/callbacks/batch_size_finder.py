@@ -113,7 +113,7 @@ class BatchSizeFinder(Callback):
         trainer.tuning.check_batch_size(task, self.tried)
 
     def scale_batch_size(self, trainer: Trainer, task: Task) -> None:
-        """Search for the largest batch size that fits in memory now, and store the result in `optimal_batch_size`.
+        """Run the batch size search, and store the largest batch size that fits into memory in `optimal_batch_size`.
 
         Args:
             trainer: The running Trainer.

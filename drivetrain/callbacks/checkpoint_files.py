@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class BestK:
-    """Ranking of a run's checkpoints that keeps the k best scores, or the k newest if there are no scores."""
+    """List of a run's k checkpoints with the best scores, or of the k newest ones if no metric is monitored."""
 
     def __init__(self, k: int, mode: str, by_score: bool) -> None:
         self.k = k
@@ -47,7 +47,7 @@ class BestK:
 
     @property
     def best(self) -> str:
-        """The path of the best checkpoint, or of the newest if checkpoints have no scores, or an empty string."""
+        """The path of the best checkpoint, or of the newest one without scores. Empty before the first save."""
         if not self.by_score:
             return self.newest
         best = ""
@@ -62,7 +62,7 @@ class BestK:
         return self._worst_of(self.scores)
 
     def wants(self, score: float | None) -> bool:
-        """Return True if a new checkpoint with this score would rank among the best k. A NaN score never does."""
+        """Return True if a checkpoint with this score belongs to the best k and should be saved. NaN never does."""
         if self.k == 0:
             return False
         if not self.by_score:
@@ -75,7 +75,7 @@ class BestK:
         return is_better(score, self.scores[self.worst], self.mode)
 
     def displaced(self) -> list[str]:
-        """Return the paths of the checkpoints that must be removed to make room for one more in the top k."""
+        """Return the paths of checkpoints to remove so that one more fits into the top k. Empty if there is room."""
         left, gone = dict(self.scores), []
         while 0 < self.k <= len(left):
             gone.append(self._worst_of(left))
@@ -103,7 +103,7 @@ class BestK:
 
 
 class CheckpointName:
-    """Template of a checkpoint name, such as `"{epoch}-{val_loss:.3f}"`."""
+    """Template of a checkpoint name, such as `"{epoch}-{val_loss:.3f}"`, to be filled with metric values."""
 
     def __init__(
         self, template: str, insert_names: bool = True, equals: str = "=", missing: float = float("nan")
@@ -115,7 +115,7 @@ class CheckpointName:
 
     @property
     def fields(self) -> list[str]:
-        """The names of the placeholders in the template, such as `epoch` or `val_loss`."""
+        """The names of the template's placeholders: `epoch` and `val_loss` for `"{epoch}-{val_loss}"`."""
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
@@ -142,7 +142,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """Record of an earlier run's checkpoints, read from the `ModelCheckpoint` state in a checkpoint and validated.
+    """Validated list of an earlier run's checkpoints, read from the state that its `ModelCheckpoint` saved.
 
     Attributes:
         saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
@@ -160,7 +160,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Build the record from the state dict of a `ModelCheckpoint`. Raises `CheckpointError` for invalid values."""
+        """Create the record from the state dict of a `ModelCheckpoint`. Raises `CheckpointError` if it is invalid."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -197,7 +197,7 @@ class SavedAccount:
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
-        """Return the names of checkpoints that are symbolic links to a target outside of `directory`."""
+        """Return the names of recorded checkpoints that are symbolic links to a target outside of `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
@@ -255,7 +255,7 @@ def is_local(path: str) -> bool:
 
 
 def is_taken(path: str) -> bool:
-    """Return True if a file, link or directory already exists at `path`."""
+    """Return True if something already exists at `path`, so that a new checkpoint needs another name."""
     storage, place = storage_of(path)
     return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
 
@@ -263,7 +263,7 @@ def is_taken(path: str) -> bool:
 def free_path(
     path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """Return the first of `path`, `path-v1`, `path-v2`, ... that does not exist or that `may_replace` allows."""
+    """Return the first of `path`, `path-v1`, `path-v2`, ... that is free or may be overwritten."""
     candidate, version = path + extension, first - 1
     while is_taken(candidate) and not may_replace(candidate):
         version += 1
@@ -278,17 +278,14 @@ def relative(path: str | None, root: str) -> str | None:
 
 
 def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Return the checkpoint directory of a resumed run whose `ModelCheckpoint` was given no `dirpath`.
-
-    This is the directory of the earlier run if it is one that this run may use, else `path`.
-    """
+    """Return the directory in which a resumed run saves: that of the earlier run if it can be used, else `path`."""
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
 
 
 def is_directory_of(path: str | None, state: SavedAccount) -> bool:
-    """Return True if `path` is the checkpoint directory of the earlier run, at its old location or moved.
+    """Return True if `path` is the checkpoint directory that `state` names, even after it has been moved.
 
     The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
     """
@@ -305,12 +302,12 @@ def is_directory_of(path: str | None, state: SavedAccount) -> bool:
 
 
 def _leads_below(root: str, name: str) -> bool:
-    """Return True if `root/name` is inside `root`, even after symbolic links are followed."""
+    """Return True if the path `root/name` is inside `root` after symbolic links are resolved."""
     return os.path.realpath(os.path.join(root, name)).startswith(os.path.realpath(root) + os.sep)
 
 
 def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Return the default checkpoint directories of this script's runs, beginning with the newest run."""
+    """Return the directories in which this script saves checkpoints by default, the newest run's first."""
     if not is_local(root):
         return [f"{absolute_directory(root)}/checkpoints"]
     found = [
@@ -355,7 +352,7 @@ def duplicate(path: str, source: str) -> None:
 
 
 def _check_replaceable(path: str) -> None:
-    """Raise `CheckpointError` if `path` exists and is not a checkpoint, so that no user files are overwritten."""
+    """Raise `CheckpointError` if a save would overwrite something at `path` that is not a checkpoint."""
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
@@ -363,7 +360,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Remove a checkpoint, or a link to one. A failure is only logged, since the run can continue."""
+    """Delete a replaced checkpoint, or a link to one. Failures are only logged, so that training continues."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
@@ -371,7 +368,7 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """Return the checkpoints with the fewest steps, whose removal leaves at most `limit` in `directory`."""
+    """Return the oldest checkpoints to delete so that `directory` holds at most `limit`. Needed ones are kept."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
     # Links in `needed` are resolved first, so that the checkpoint that `last` points to is counted as needed.
     found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
@@ -392,7 +389,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 @dataclass
 class CheckpointAccount:
-    """Record of the checkpoints that a `ModelCheckpoint` has written and not yet removed.
+    """Record of the checkpoints of a `ModelCheckpoint` that exist on disk: the best, the newest and `last`.
 
     Attributes:
         best: The best checkpoints, or the newest if checkpoints have no scores.
@@ -411,7 +408,7 @@ class CheckpointAccount:
     doomed: list[str] = field(default_factory=list)
 
     def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
-        """Record a newly saved checkpoint, and mark the checkpoints that it replaces for later removal."""
+        """Record a saved checkpoint. The checkpoints that it replaces are listed in `doomed`, to be deleted later."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -420,7 +417,7 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record the newest checkpoint. If it is complete, mark temporary checkpoints of a preemption for removal."""
+        """Record a checkpoint as the newest. A complete one also replaces those written before a preemption."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -432,7 +429,7 @@ class CheckpointAccount:
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
-        """Return the paths of the checkpoints that `total_limit` never removes: the best, `last` and the newest."""
+        """Return the checkpoints that `total_limit` must not delete: the best, the newest and `last`."""
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
@@ -472,7 +469,7 @@ class CheckpointAccount:
 
 @dataclass
 class Decision:
-    """Description of one save: the paths to write and the score. The main process decides, and all processes follow.
+    """Paths and score of one checkpoint to save, chosen on the main process and sent to all processes.
 
     Attributes:
         score: The value of the monitored metric, or None.
@@ -490,7 +487,7 @@ class Decision:
 
     @property
     def target(self) -> str | None:
-        """The path at which the checkpoint's files are written, or None if nothing is to be saved."""
+        """The path to which the checkpoint is written: `path`, or `last` without one. None if nothing is saved."""
         return self.path or self.last
 
     def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
@@ -510,7 +507,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Return what to save now and under which name, without changing any state. Only the main process calls it."""
+    """Decide whether to save a checkpoint now, and return its paths and score. Called on the main process only."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
@@ -576,7 +573,7 @@ class CheckpointWriter:
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Write the checkpoint that `decision` describes, in the background if so configured.
+        """Save a checkpoint to the paths in `decision`. With background saving, return before it is on disk.
 
         Call `settle` before, since only one save may run at a time.
         """
@@ -622,7 +619,7 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Write a complete checkpoint before returning. Returns False if that failed and errors are only logged."""
+        """Save a checkpoint and wait until it is on disk. Return False if this failed and errors are only logged."""
         # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
@@ -655,7 +652,7 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait until the background save has finished, then remove the checkpoints that it replaces."""
+        """Wait until the background save is on disk, then delete the checkpoints that it replaces."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -667,7 +664,7 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Give up the background save when a run ends, without collectives. Waits for its files if `wait` is set."""
+        """Stop tracking a background save after an error has ended the run. With `wait`, let the save finish first."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -696,7 +693,7 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Create `last` and delete replaced checkpoints, once the new one is on disk. Returns the deleted paths."""
+        """Finish a save: create `last`, and delete replaced checkpoints. Returns the paths of those deleted."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)
@@ -738,7 +735,7 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """Save of a checkpoint that is still being written in the background.
+    """Checkpoint that is being written in the background, with what must be done once it is on disk.
 
     `before` is the record of checkpoints to restore if the save fails. `removed` and `error` are the results of the
     follow-up work.

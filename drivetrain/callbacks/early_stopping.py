@@ -214,7 +214,7 @@ class EarlyStopping(Callback):
         return value
 
     def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
-        """Update the best value and the count of checks without improvement. Returns whether to stop, and a message."""
+        """Update the best value, or the count of checks without progress. Returns whether to stop, and a message."""
         reason, message = self._reason_to_stop(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason
@@ -233,7 +233,7 @@ class EarlyStopping(Callback):
         return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
 
     def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a value with the thresholds. Returns the reason to stop and a message, or `NOT_STOPPED` and None."""
+        """Compare a metric value with the stopping thresholds. Returns a reason (or `NOT_STOPPED`) and a message."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return (

@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Predictions and targets that one process computed for one batch.
+    """Predictions and targets of one batch, as sent from the process that computed them to the main process.
 
     Attributes:
         loader: The index of the loader.
@@ -66,7 +66,7 @@ class Samples:
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return the detached predictions or targets of a batch, without rows that were added to fill up the batch."""
+    """Return a batch's predictions or targets, detached and without rows that only pad the batch."""
     if hasattr(values, "__array__") and not isinstance(values, Tensor):
         values = torch.as_tensor(values)
     if isinstance(values, Tensor) and values.dim() == 0:
@@ -99,7 +99,7 @@ def has_rows(values: Any, rows: int) -> bool:
 
 
 class SampleGather:
-    """Transfer of predictions and targets from all processes to the main process, while evaluation continues.
+    """Transfer of predictions and targets to the main process while the evaluation is still running.
 
     Create it on all processes together. End it with `finish` or `abandon`.
     """
@@ -113,7 +113,7 @@ class SampleGather:
             self._gather.add(block)
 
     def finish(self) -> list[Samples]:
-        """Wait until all samples have arrived. On the main process, return the samples of each dataloader."""
+        """Wait for all predictions and targets. On the main process, return one `Samples` object per dataloader."""
         block = self._leaving.take()
         if block:
             self._gather.add(block)
@@ -129,12 +129,12 @@ class SampleGather:
         return [_samples_of(parts) for parts in loaders.values()]
 
     def abandon(self) -> None:
-        """Stop gathering after an error, without waiting for other processes."""
+        """Stop gathering predictions after an error, without waiting for processes that may have ended."""
         self._gather.abandon()
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Concatenate all batches of one dataloader. Extra outputs that some batches lack are left out with a warning."""
+    """Concatenate the batches of one dataloader. Warn about further outputs that only some batches have."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
@@ -144,7 +144,7 @@ def _samples_of(parts: Sequence[Part]) -> Samples:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """Concatenate the values of all batches: to one tensor if shapes and dtypes match, else to a list of samples."""
+    """Concatenate batches of predictions or targets: to a tensor if shapes and dtypes match, else to a list."""
     if any(each is None for each in values):
         return None
     if all(isinstance(each, Tensor) for each in values):
@@ -156,7 +156,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
-    """Write predictions and targets to a file, replacing it atomically. The file extension selects the format."""
+    """Write predictions and targets to a file. Its extension selects the format, such as `.csv` or `.npz`."""
     path = Path(path)
     writer = writer_for(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -402,7 +402,7 @@ class EvaluationGather(Callback):
         self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
-        """Return a step's further per-sample outputs, such as IDs, which become additional columns of the file."""
+        """Return the outputs of a step other than predictions and targets, such as sample IDs, for the file."""
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}

@@ -84,7 +84,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return a flat list of all submodules that are leaves or have parameters of their own.
+        """Return all submodules as a flat list, without containers that have no parameters of their own.
 
         Args:
             modules: A module, or a nested list of modules.
@@ -153,7 +153,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the given parameters that the optimizer does not contain yet. Warn if it already contains some.
+        """Return those of the given parameters that are not in the optimizer yet, and warn if some already are.
 
         Args:
             optimizer: The optimizer.
@@ -238,7 +238,7 @@ class BaseFinetuning(Callback):
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record the parameter groups added to an optimizer, by parameter name, so that checkpoints can store them."""
+        """Record parameter groups that were added to an optimizer, so that a checkpoint can restore them."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -247,7 +247,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
-        """Extend the optimizer's learning rate schedulers to parameter groups that were added after their creation."""
+        """Let learning rate schedulers also control the parameter groups that were added to their optimizer."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
                 cover_new_groups(config.scheduler)
@@ -255,7 +255,7 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _add_again(self, trainer: Trainer) -> None:
-        """Add the parameter groups stored in a checkpoint to the optimizers, before their states are loaded."""
+        """Add parameter groups recorded in a checkpoint to the optimizers, before their states are loaded into them."""
         parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
             for group in groups:

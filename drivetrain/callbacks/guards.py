@@ -80,7 +80,7 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Value recorded in one optimizer step, such as the loss, that has not been checked yet.
+    """Loss or metric value of one optimizer step that a guard has recorded but not yet checked.
 
     Attributes:
         step: The number of optimizer steps before this one.
@@ -163,11 +163,11 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Return the number to check, as a scalar tensor on the device, computed from this process's loss or metric."""
+        """Compute the number to check from this process's loss or metric, as a scalar tensor on the device."""
 
     @abstractmethod
     def judge(self, value: float) -> str | None:
-        """Return a message if a value is bad, else None. The value is the mean of `measure` over all processes."""
+        """Return a message if a value is bad, else None. Called with the mean of `measure` over all processes."""
 
     # hooks
 
@@ -277,7 +277,7 @@ class Guard(Callback):
     # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Check all recorded values on all processes, and react to the first bad one. Returns True if there was one."""
+        """Check all values recorded since the last check, and react to a bad one. Returns True if there was one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False
@@ -335,7 +335,7 @@ class Guard(Callback):
 
 
 class NaNGuard(Guard):
-    """Callback that stops the run, skips the step or rolls back when the loss or a gradient is NaN or infinite.
+    """Callback that stops the run, skips the step or returns to a checkpoint if the loss or a gradient is not finite.
 
     If any process has such a value, all processes act together. With `every_n_steps=1`, one number is read from the
     device before each optimizer step, so a bad value never reaches the weights. With larger values nothing is read in
@@ -426,7 +426,7 @@ class NaNGuard(Guard):
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return a boolean scalar tensor: True if this process's shards of all tensors contain no NaN or infinity."""
+    """Return True, as a scalar tensor, if all elements of the tensors on this process are finite."""
     parts = [part for part in map(_local, tensors) if part.numel()]
     # The infinity norm is NaN or infinite if any element is, and needs no boolean copy of the tensor.
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]
@@ -456,7 +456,7 @@ SMALLEST_SPREAD = 1e-3
 
 
 class LossSpikeGuard(Guard):
-    """Callback that stops the run, skips the step or rolls back when the loss is far above its recent values.
+    """Callback that stops the run, skips the step or returns to a checkpoint if the loss is far above recent values.
 
     The distance is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
     `0.6745 * (x - median) / MAD`. MAD is the median absolute deviation from the median. Unlike mean and standard
@@ -540,7 +540,7 @@ class LossSpikeGuard(Guard):
 
 
 def modified_z_score(value: float, values: Any) -> tuple[float, float]:
-    """Return how many robust standard deviations a value lies above the median of others, and that median."""
+    """Return how many robust standard deviations a value lies above the median of `values`, and the median."""
     import statistics  # imported late: it loads fractions and decimal
 
     median = statistics.median(values)

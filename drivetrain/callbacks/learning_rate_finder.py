@@ -106,7 +106,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, task: Task) -> None:
-        """Search for a learning rate now, and store the result in `optimal_lr`.
+        """Run the learning rate search, and store the rate that it suggests in `optimal_lr`.
 
         Args:
             trainer: The running Trainer.

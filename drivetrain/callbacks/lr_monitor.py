@@ -182,7 +182,7 @@ class LearningRateMonitor(Callback):
 
 
 class _Rates:
-    """Learning rates of one optimizer's parameter groups, with the names under which they are logged."""
+    """Learning rates of one optimizer's parameter groups, and the names under which they are logged."""
 
     def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name
@@ -195,7 +195,7 @@ class _Rates:
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Give each parameter group a log name. Groups may be added during training, which changes the names."""
+        """Assign a log name to each parameter group. Called before each log, since groups may have been added."""
         groups = self._optimizer.param_groups
         if len(self._known) == len(groups):
             return
@@ -216,7 +216,7 @@ class _Rates:
         self._known = names
 
     def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
-        """Return the current learning rates by log name, and add them to the monitor's history."""
+        """Return the optimizer's learning rates by log name, and append them to the monitor's history."""
         values: dict[str, float] = {}
         for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
             values[name] = rate = float(group["lr"])

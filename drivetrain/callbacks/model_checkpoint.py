@@ -77,7 +77,7 @@ def check_options(
 
 
 class SaveInterval(NamedTuple):
-    """Interval between two saves of a `ModelCheckpoint`. At most one of the fields is set.
+    """Interval between two saves of a `ModelCheckpoint`, in optimizer steps, epochs, time or another unit.
 
     Attributes:
         steps: The number of optimizer steps between saves, or 0.
@@ -93,7 +93,7 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """Build the interval from the interval arguments of `ModelCheckpoint`. The default is one epoch."""
+        """Create the save interval from arguments of `ModelCheckpoint`. If none is given, save once per epoch."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
@@ -316,7 +316,7 @@ class ModelCheckpoint(Callback):
         return self._writer.kept.newest
 
     def name_of(self, template: str | None = None) -> CheckpointName:
-        """Return an object that formats checkpoint names from a template such as `"{epoch}-{val_loss:.3f}"`.
+        """Return a `CheckpointName`, which formats checkpoint names from a template such as `"{epoch}-{step}"`.
 
         Args:
             template: The template. If None, `filename`.
@@ -325,7 +325,7 @@ class ModelCheckpoint(Callback):
         return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
-        """Return the current value of the monitored metric, or None if it has not been logged or `monitor` is None.
+        """Return the monitored metric's value. None if it has not been logged yet, or if no metric is monitored.
 
         Args:
             trainer: The running Trainer.
@@ -378,7 +378,7 @@ class ModelCheckpoint(Callback):
             yaml.safe_dump({path: float(score) for path, score in self.best_k_models.items()}, file)
 
     def directories(self, trainer: Trainer) -> list[str]:
-        """Return the directories that may hold checkpoints of earlier runs of this script, the most likely first.
+        """Return the directories in which an earlier run of this script may have saved, the most likely first.
 
         A single process may call it, and it may be called before `setup`.
 
@@ -560,7 +560,7 @@ class ModelCheckpoint(Callback):
         return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
 
     def _formatted_filename(self, trainer: Trainer) -> str | None:
-        """Return the checkpoint name made from `filename`, with a version if it exists. None if `filename` is None."""
+        """Return the name for a new checkpoint, formatted from `filename`. None if no `filename` was given."""
         if self.filename is None or self.dirpath is None:
             return None
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
@@ -670,7 +670,7 @@ PATIENCE = timedelta(seconds=3)
 
 
 class OnExceptionCheckpoint(Callback):
-    """Callback that saves a resumable checkpoint when an exception ends `fit`.
+    """Callback that saves a checkpoint when an exception ends `fit`, so that the run can be resumed.
 
     The checkpoint holds the last finished step, so a resumed run repeats the step that raised. With several processes,
     all must raise within three seconds. If only some of them fail, nothing can be saved.

@@ -208,7 +208,7 @@ class ModelPruning(Callback):
     # pruning
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune the selected parameters once, by setting a number or fraction of their elements to zero.
+        """Prune the selected parameters once: set a given number or fraction of their elements to zero.
 
         Args:
             amount: The number of elements to prune, or the share of the remaining ones.
@@ -231,7 +231,7 @@ class ModelPruning(Callback):
                 self._method(module, name=name, **options)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining elements to their initial values, or to random ones if `resample_parameters` is set."""
+        """Reset elements that are not pruned to their initial values, or to random ones with `resample_parameters`."""
         for name, (module, own) in self._pruned().items():
             if self._resamples:
                 value = broadcast(_resampled(module, own))
@@ -363,7 +363,7 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """Return the trainable parameter behind a name. A pruned module stores it as `<name>_orig`."""
+    """Return the parameter that the optimizer trains. In a pruned module, this is `<name>_orig`."""
     module, name = target
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None

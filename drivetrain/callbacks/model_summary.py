@@ -143,13 +143,13 @@ class ModuleTable:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """The number of all parameter elements of the model, and the number of trainable ones."""
+        """The number of elements of all the model's parameters, and of those that require gradients."""
         counted = self._count(self._model)
         return counted.elements, counted.trained
 
     @property
     def other_parameters(self) -> int:
-        """The number of parameter elements that belong to the model itself rather than to a submodule."""
+        """The number of elements of parameters that belong to the model itself, not to any of its submodules."""
         return count_parameters(self._model, self._state, recurse=False).elements
 
     @property
@@ -169,7 +169,7 @@ class ModuleTable:
         return any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters())
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the table as a list of columns, each a title and its cells. Sizes need an example input."""
+        """Return the table as a list of columns, each with a title and cells. Tensor sizes need an example input."""
         layers = list(self.layers)
         others = self.other_parameters if layers else 0
         extra = [Layer(OTHER, NOT_APPLICABLE, others, NOT_APPLICABLE, 0, NOT_APPLICABLE, NOT_APPLICABLE)]
@@ -331,7 +331,7 @@ class ModelSummary(Callback):
         total_flops: int = 0,
         **summarize_kwargs: Any,
     ) -> None:
-        """Print the summary table and the totals below it. Override this method to show them in another way.
+        """Print the model summary: the table and the totals below it. Override it to show the summary differently.
 
         Args:
             summary_data: The columns, each a title and its cells.
@@ -347,7 +347,7 @@ class ModelSummary(Callback):
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
-    """Return a table of a model's modules, parameter counts and sizes as text.
+    """Return a text table of a model's modules with their parameter counts, as `ModelSummary` prints it.
 
     Args:
         model: The model.

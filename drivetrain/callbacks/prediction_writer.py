@@ -33,7 +33,7 @@ _PATTERNS = ("predictions-*-of-*", "batch-*")
 
 
 def check_format(name: str | None) -> str:
-    """Return the validated file format. If `name` is None, use parquet with pyarrow installed, else safetensors."""
+    """Validate the format of prediction files. None becomes parquet if pyarrow is installed, else safetensors."""
     installed = find_spec("pyarrow") is not None
     if name is None:
         return "parquet" if installed else "safetensors"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Stage:
-    """Progress of one training epoch or one evaluation, as shown by a progress bar.
+    """Progress of one training epoch or one evaluation, as a progress bar shows it.
 
     Attributes:
         title: The text before the numbers.
@@ -95,12 +95,12 @@ class Stage:
 
     @property
     def rate(self) -> float:
-        """The number of batches processed per second, or 0.0 before the first batch."""
+        """The number of batches per second in this epoch or evaluation. 0.0 before the first batch."""
         elapsed = self.elapsed
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Exclude the given seconds from the elapsed time, because they were spent in a nested stage."""
+        """Exclude the seconds of a nested validation from the elapsed time, so that rates are not too low."""
         self.paused += seconds
         if self.bar is not None:
             # tqdm computes rates from these times.
@@ -109,17 +109,17 @@ class Stage:
 
 
 class Display(Protocol):
-    """Protocol of progress displays. Implementations draw a bar on a terminal or print lines to a file."""
+    """Protocol of progress displays, such as a bar in a terminal or lines in a log file."""
 
     refresh_seconds: float
 
     def open(self, stage: Stage) -> None: ...
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Redraw the progress of a training epoch or evaluation, with the given metric values beside it."""
+        """Update the display of a training epoch or evaluation to its current progress and metric values."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Draw the final progress of a training epoch or evaluation, with the given metric values beside it."""
+        """End the display of a training epoch or evaluation, with its final progress and metric values."""
 
     def close(self, stage: Stage) -> None: ...
 
@@ -155,7 +155,7 @@ class BarDisplay:
         )
 
     def _width(self) -> dict[str, Any]:
-        """Return tqdm arguments for the bar's width: that of the terminal, or 80 columns if it is unknown."""
+        """Return arguments for tqdm that make the bar as wide as the terminal, or 80 columns if this is unknown."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (AttributeError, OSError, ValueError):
@@ -243,7 +243,7 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def listed(values: Mapping[str, float]) -> str:
-    """Format values as text, such as `loss=0.123, acc=0.9`."""
+    """Format metric values as text, such as `loss=0.123, acc=0.9`."""
     return ", ".join(f"{name}={_number(value)}" for name, value in values.items())
 
 
@@ -350,7 +350,7 @@ class TQDMProgressBar(Callback):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Turn the progress bar on, from the next call of `fit`, `validate`, `test` or `predict`."""
+        """Turn the progress bar on. Takes effect when `fit`, `validate`, `test` or `predict` is called next."""
         self._enabled = True
 
     def disable(self) -> None:
@@ -523,7 +523,7 @@ class TQDMProgressBar(Callback):
         return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:
-        """Update the estimate of the remaining time of the run, from the time and progress since training began."""
+        """Estimate the remaining time of the run from its progress since training began, and store it in `left`."""
         stage, (began, share) = self._stage, self._began
         if not stage.is_epoch or not began:
             return
@@ -533,7 +533,7 @@ class TQDMProgressBar(Callback):
         stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
     def _end(self, trainer: Trainer) -> None:
-        """Finish the bar of the current evaluation, and continue the training epoch's bar if there is one."""
+        """End the bar of the current evaluation. If a training epoch is in progress, return to its bar."""
         if self._display is None or not self._stages:
             return
         self._display.finish(self._stage, self._values(trainer))
@@ -557,7 +557,7 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """Return how much of the run is complete, from 0 to 1. The limit that is closest to being reached counts."""
+    """Return the completed fraction of the run, by epochs, steps or duration, whichever limit is nearest."""
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def decide_on_main_process(decide: Callable[[], T]) -> T:
-    """Call a function on the main process and return its result on every process.
+    """Call a function on the main process only, and return its result on all processes.
 
     If it raises, the exception is raised on every process, so that no process waits for one that has left.
     """
@@ -74,7 +74,7 @@ class StepTimer:
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
-        """Return True if the timer's interval has passed. Every process must call this method with the same step."""
+        """Return True if the interval has passed, on all processes alike. All must call it with the same step."""
         if step < self._ask_at:
             return False
         due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
@@ -93,7 +93,7 @@ class StepTimer:
 
 
 class StepInterval:
-    """Interval at which a callback acts, measured in optimizer steps, samples, tokens, epochs, time or run fractions.
+    """Interval at which a callback acts: a number of steps, samples, tokens or epochs, a time, or a share of the run.
 
     Except for a time, all processes count alike and do not communicate. For a time, the clock of the main process
     decides. An interval in epochs is due at the last step of an epoch. Create it after the counters of a resumed run
@@ -119,13 +119,13 @@ class StepInterval:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the current interval began, to be saved in checkpoints. 0 unless the interval is a time."""
+        """The seconds since the interval began, to be stored in a checkpoint. 0 unless the interval is a time."""
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
-        """Return True if the interval ends at this optimizer step. Every process must call this method.
+        """Return True if an interval ends at this optimizer step. Every process must call this method.
 
-        Repeated calls give the same result. Called by all processes.
+        Repeated calls for one step give the same result.
         """
         if not self._crosses:
             return step % self.steps == 0
@@ -134,7 +134,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Return True if the interval is known to end at this step. Needs no communication between processes."""
+        """Return True if an interval ended at this step. A single process may call it, after `is_due`."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -148,7 +148,7 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """Return how many whole intervals have passed since the run began, including this optimizer step."""
+        """Return how many intervals have ended since the run began, including this step. 0 for times and epochs."""
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -162,7 +162,7 @@ class StepInterval:
 
 
 class RunPoint:
-    """Moment in a run at which a given duration has passed, such as `"10%"` of the run or `"1M samples"`.
+    """Point in a run from which a callback acts, such as after `"10%"` of the run or `"1M samples"`.
 
     Create it after the counters of a resumed run have been restored.
     """
@@ -180,13 +180,13 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """The seconds of the duration that have passed, to be saved in checkpoints. 0 unless the duration is a time."""
+        """The seconds that have passed toward this point, for a checkpoint. 0 unless it is given as a time."""
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed
 
     def has_come(self) -> bool:
-        """Return True once the duration has passed. Every process must call this method at the same steps."""
+        """Return True once this point in the run is reached. All processes must call it at the same steps."""
         if self._timer is None:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
@@ -202,7 +202,7 @@ class RunPoint:
 
 
 class StepLog:
-    """Schedule of a callback's logging: at the Trainer's `log_every_n_steps`, or at an interval of its own.
+    """Schedule by which a callback logs: every `log_every_n_steps` of the Trainer, or at its own interval.
 
     Attributes:
         every: The interval: a number of steps or a `Duration`.
@@ -222,7 +222,7 @@ class StepLog:
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
-        """Prepare to count samples, tokens or time. Called when training starts. Returns this object."""
+        """Start counting toward the logging interval, and return this object. Called when training starts."""
         trainer = self._trainer
         if not self._is_own:
             self._interval = trainer.tracker_log.step_interval
@@ -231,7 +231,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if the callback should log at this optimizer step. Repeated calls for one step return False."""
+        """Return True if the callback should log at this optimizer step. A second call for the step returns False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class OwnTime(NamedTuple):
-    """Average seconds per step that one process spends before the processes synchronize in the backward pass.
+    """Average time per step that one process needs before its backward pass, where it waits for the others.
 
     Attributes:
         rank: The rank of the process.
@@ -41,7 +41,7 @@ class OwnTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The seconds per step spent waiting for the dataloader and in the forward pass."""
+        """The seconds per step before the backward pass: waiting for the loader, and the forward pass."""
         return self.waiting + self.forward
 
 

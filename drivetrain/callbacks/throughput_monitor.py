@@ -100,7 +100,7 @@ def measure_flops(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak floating-point operations per second of a device, or None if it is not in the table of chips."""
+    """Return the peak floating-point operations per second of a device, or None if its chip is unknown."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None
@@ -110,7 +110,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Reading(NamedTuple):
-    """Snapshot of the amounts that this process has trained on so far, from which rates are computed.
+    """Totals of what this process has trained on so far, such as samples and FLOPs. Rates follow from two of them.
 
     Attributes:
         time: The seconds of training, without validations.
@@ -302,7 +302,7 @@ def _synchronize(trainer: Trainer) -> None:
 
 
 class SpeedMonitor(Callback):
-    """Callback that logs steps and samples per second, and the fraction of time spent waiting for the loader.
+    """Callback that logs steps and samples per second, and the fraction of time spent waiting for data.
 
     Every `log_every_n_steps` steps it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process if the
     loader counts samples, and `speed/data_wait`, the fraction of time spent waiting for batches, from 0 to 1. The

@@ -34,7 +34,7 @@ MultiAvgFn = Callable[[Any, Any, Any], None]
 
 
 class AveragedTensors:
-    """Running average of a model's parameters, and of its persistent buffers if requested.
+    """Running average of a model's parameters, and optionally of its buffers, such as batch norm statistics.
 
     Every process averages the tensors that it holds: the whole model, or its shards.
 
@@ -62,13 +62,13 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the model's parameters again. Copies gathered for a forward pass are freed, as they may be stale."""
+        """Look up the model's current parameters, and free copies that were gathered for a forward pass."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the model's current values in the average. The first call copies the values."""
+        """Include the model's current weights in the running average. The first call copies them."""
         live = self._live()
         if not self._average:
             self._average = [each.to(self._device or each.device, copy=True) for each in live]
@@ -85,7 +85,7 @@ class AveragedTensors:
     @torch.inference_mode(mode=False)  # in the inference mode of a validation, torch cannot detach a shard
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the model's values with the average. Does nothing before the first update."""
+        """Exchange the model's weights and their average, as for a validation. A second call reverses this."""
         if not self._average:
             return
         self.refresh()
@@ -96,13 +96,13 @@ class AveragedTensors:
         self.swapped = not self.swapped
 
     def share_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all processes. Batch norm statistics may differ between them."""
+        """Broadcast rank 0's buffers, such as batch norm statistics, which may differ between processes."""
         buffers = self._own_buffers()
         if buffers and self._strategy.topology.environment.is_distributed:
             broadcast(buffers)
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return two copies of the model's state dict, first with trained and then with averaged weights."""
+        """Return copies of two state dicts of the model: with its trained weights, and with the averaged ones."""
         if self.swapped:
             self.swap()
             own, averaged = self._state(), self._swapped_state()
@@ -112,7 +112,7 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Restore the average and its number of updates from a checkpoint. The model's own weights stay unchanged."""
+        """Restore the average and its number of updates from a checkpoint, without changing the model's weights."""
         own = self._live()
         # The model itself loads the average, since this also splits it into shards. Its weights are restored below.
         kept = [each.clone() for each in own]
@@ -694,7 +694,7 @@ class StochasticWeightAveraging(Callback):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
-        """Set the annealed learning rates of an epoch, and stop the task's learning rate schedulers."""
+        """Anneal the learning rates toward `swa_lrs` for one epoch, and turn off the task's own schedulers."""
         groups = trainer.optimizers[0].param_groups
         if not self._initial_lrs:
             self._initial_lrs = [float(group["lr"]) for group in groups]
@@ -710,7 +710,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Load the average into the model, and reset the batch norms, whose statistics this epoch recomputes."""
+        """Load the averaged weights into the model and reset its batch norms, so that an epoch recomputes them."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True
@@ -727,7 +727,7 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """Convert `swa_epoch_start` to an epoch number, a fraction of `max_epochs`, or a `Duration` in another unit."""
+    """Validate `swa_epoch_start`. Returns an epoch number, a fraction of `max_epochs`, or a `Duration`."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint that was found in a directory, with facts from its manifest.
+    """Complete checkpoint that was found in a directory, with facts from its manifest, such as its step.
 
     Attributes:
         path: Its directory or URL, or its file in another tool's format.
@@ -132,7 +132,7 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """Return facts about a single drivetrain checkpoint, such as its step. Call it on one process.
+    """Return facts about one drivetrain checkpoint, such as its step and time. Call it on one process only.
 
     Args:
         path: The checkpoint.
@@ -186,7 +186,7 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 
 def _file_at(path: str) -> FoundCheckpoint | None:
-    """Return facts about a checkpoint file in another tool's format, or None if drivetrain did not write it."""
+    """Return facts about a checkpoint file that drivetrain wrote in another tool's format. None for other files."""
     file = written_file(path)
     if file is None:
         return None

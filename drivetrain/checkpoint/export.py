@@ -220,7 +220,7 @@ def save_safetensors(
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
-    """Return the weights of one submodule, under their names within it. None selects all weights."""
+    """Return the weights of one submodule, without its prefix in their names. If `module` is None, all weights."""
     if module is None:
         return dict(weights)
     prefix = f"{module}."
@@ -235,7 +235,7 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
 
 
 def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, str]:
-    """Return the key of each tensor of a model in the checkpoint's index, by the tensor's name in the model."""
+    """Return the keys under which a checkpoint stores a model's tensors, by their names in the model."""
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
         raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
@@ -263,7 +263,7 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
 
 
 def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
-    """Return a tensor's description, and a function that reads it from a checkpoint when it is written."""
+    """Return a tensor's name, dtype and shape, and a function that reads its values when they are written."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
@@ -271,7 +271,7 @@ def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | No
 
 
 def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a checkpoint's tensor in blocks, converted to `dtype`."""
+    """Yield the values of a checkpoint's tensor in blocks, converted to `dtype`, to save memory."""
     own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
     # Only parts that are split along the first dimension can be written one after the other.
@@ -431,7 +431,7 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy weights into existing tensors by name, several in parallel."""
+        """Fill existing tensors with the weights of these names, several in parallel."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
@@ -440,7 +440,7 @@ class Weights(Mapping[str, Tensor]):
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the memory-mapped file, and the name in it, for using a weight without a copy. None if impossible."""
+        """Return the memory-mapped file with a weight, and its name there. None if the weight must be copied."""
         return None
 
     def tied(self) -> dict[str, str]:
@@ -449,7 +449,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 class HeldWeights(Weights):
-    """Weights from a dict of tensors that are already in memory."""
+    """Weights that are already in memory, as a dict of tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
@@ -484,7 +484,7 @@ class FileWeights(Weights):
 
 
 class JoinedWeights(Weights):
-    """Weights from several sources, such as the files that an index lists."""
+    """Weights that are spread over several sources, such as the files of a sharded model."""
 
     def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
         self.where, self._parts = where, parts
@@ -503,7 +503,7 @@ class JoinedWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Weights of one model in a drivetrain checkpoint."""
+    """Weights of one model in a drivetrain checkpoint, each read when it is accessed."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
         # A hash covers a whole file, so it is not checked again for every tensor that is read alone.
@@ -527,7 +527,6 @@ class CheckpointWeights(Weights):
         return _later_names(self._keys)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy weights into existing tensors by name, and check the hashes of the files that are read."""
         aliases: dict[str, list[Tensor]] = {}
         for name, target in targets.items():
             aliases.setdefault(self._keys[name], []).append(target)
@@ -552,7 +551,7 @@ class CheckpointWeights(Weights):
 
 
 class RemoteWeights(Weights):
-    """Weights from a safetensors file on a remote file system. Only the bytes of needed tensors are read."""
+    """Weights in a safetensors file on a remote file system, of which only the needed bytes are downloaded."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.where, self._storage = path, storage
@@ -598,14 +597,14 @@ class RemoteWeights(Weights):
 
 
 def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return the second and later names of tensors that have several, each mapped to the first name."""
+    """Return the additional names of tensors that have several names, each mapped to the tensor's first name."""
     first: dict[Hashable, str] = {}
     found = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
     return {name: other for name, other in found.items() if name != other}
 
 
 def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the names of tied weights in a file's metadata, mapped to the names of stored tensors."""
+    """Return the names of tied weights that the file stores only once, each mapped to the stored name."""
     return {name: target for name, target in metadata.items() if target in entries and name not in entries}
 
 
@@ -696,7 +695,7 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
 
 
 def _choose(names: list[str], directory: str) -> str:
-    """Return the name of the file from which the weights in a directory are read.
+    """Choose from the files of a directory the one to read weights from, such as `model.safetensors`.
 
     This can be a file of weights, an index, or a checkpoint's manifest.
     """
@@ -744,7 +743,7 @@ def save_pickled_weights(
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a dict of weights with all names of tied weights, which files store under one name only.
+    """Return weights with an entry for every name of a tied weight, of which files store only one.
 
     Args:
         model: The unwrapped model, which defines the ties.

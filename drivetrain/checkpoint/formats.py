@@ -47,7 +47,7 @@ class WrittenFile:
     finite_loss: bool
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Return the part of a checkpoint's state that belongs to one rank, such as its random state."""
+        """Return the part of the file's state that belongs to one rank, such as the state of its random generators."""
         raise NotImplementedError
 
 
@@ -86,11 +86,11 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return the shared state in a checkpoint, and one process's own state or None. See `read_foreign`."""
+        """Return the state in a checkpoint that all processes share, and that of process `rank`. See `read_foreign`."""
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return the facts about a run in a file that drivetrain wrote, or None if another program wrote it.
+        """Return what drivetrain has recorded about a run in a file of this format. None for other files.
 
         Args:
             path: The local file. Links are not allowed.
@@ -126,7 +126,7 @@ class CheckpointFormat:
     # the checkpoints of a Trainer's run
 
     def save(self, trainer: Any, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
-        """Save a checkpoint of a Trainer's run in this format.
+        """Save the current state of a Trainer's run as a checkpoint in this format.
 
         Args:
             trainer: The Trainer.
@@ -144,7 +144,7 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): it is only read.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of a checkpoint that needs a special way of reading, or None for the usual way.
+        """Return the content of a checkpoint that only this object can read. None to use the standard reader.
 
         Args:
             path: The checkpoint's path.
@@ -167,7 +167,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if a save may overwrite an earlier checkpoint of the run at this path.
+        """Return True if a new save may overwrite this earlier checkpoint of the run.
 
         Args:
             path: The path.
@@ -179,7 +179,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if a second name for a checkpoint can be a link, so that it is not written twice.
+        """Return True if a checkpoint can get a second name, such as `last`, without being written twice.
 
         Args:
             directory: The directory or URL.
@@ -212,7 +212,7 @@ def has_format(name: str) -> bool:
 
 
 def formats() -> Iterator[CheckpointFormat]:
-    """Iterate over the checkpoint formats of this installation. Each one is imported when it is reached."""
+    """Iterate over the checkpoint formats that are installed. Each is imported when the iterator reaches it."""
     return (find_format(name) for name in _FORMATS if has_format(name))
 
 
@@ -263,7 +263,7 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return the facts about a run that drivetrain recorded in a file of another tool's format, or None.
+    """Return what drivetrain has recorded about a run in a checkpoint file of another tool. None for other files.
 
     Weights are not read.
     """

@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Differences between the requested tensors and those in a checkpoint.
+    """Result of comparing a model's tensors with a checkpoint: which are missing, left over or different.
 
     Attributes:
         missing: Requested tensors that the checkpoint does not hold.
@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if there are no differences between the requested tensors and those in the checkpoint."""
+        """True if the tensors match: none is missing, left over or different in shape."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """A complete checkpoint, opened for reading.
+    """Complete checkpoint that has been opened to read its states, tensors and files.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -90,7 +90,7 @@ class Checkpoint:
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Return the content of one of the checkpoint's JSON files, in which tensors are named by key.
+        """Return the parsed content of a JSON file of the checkpoint, which refers to tensors by their keys.
 
         See `pack`.
         """
@@ -131,7 +131,7 @@ class Checkpoint:
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Raise an error if the SHA-256 of a file differs from the manifest.
+        """Check the SHA-256 hashes of files against the manifest, and raise an error if a file is damaged.
 
         Args:
             names: The files to check. None checks all, and also the structure of the index and the JSON files.
@@ -151,7 +151,7 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """Return the keys of the tensors in a JSON-encoded state. Raise an error if the index lacks one."""
+        """Return the keys of all tensors in a JSON-encoded state, after checking that the index has each of them."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -161,7 +161,7 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild a JSON-encoded state. Tensors are read into the given targets, or into new tensors."""
+        """Rebuild a state from its JSON form. Its tensors are read into those in `targets`, or into new ones."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -177,7 +177,7 @@ class Checkpoint:
         return tree
 
     def read_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the given tensors with values from the checkpoint.
+        """Fill existing tensors, which may be sharded, with values from the checkpoint.
 
         Args:
             tensors: The tensors to fill, by their key in the checkpoint's index. They may be sharded.
@@ -192,7 +192,7 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors to fill, by key, and a list of tied tensors that are stored under another key."""
+        """Return the tensors of `into` by key. Tied ones, which a checkpoint stores once, are listed separately."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []
@@ -220,14 +220,14 @@ class Checkpoint:
 
 
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """Return the entries of a checkpoint's JSON file. Raise an error if the content is not a dict."""
+    """Check that the parsed content of a JSON file is a dict, and return it. `path` appears in the error message."""
     if type(tree) is not dict or is_tagged(tree):
         raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
     return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Compare the names and shapes of the tensors in two flat state dicts, such as a model's and a saved one.
+    """Compare the tensors of a state dict with those of a saved one that is to be loaded into it.
 
     Args:
         wanted: The state dict to be filled.
@@ -248,7 +248,7 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Return selected entries of a JSON-encoded state, by key or by a path such as `engine/models`."""
+    """Return some entries of a JSON-encoded state, selected by key or by a path such as `engine/models`."""
     part: dict[str, Any] = {}
     for path in only:
         head, _, rest = path.partition("/")

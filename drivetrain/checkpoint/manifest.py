@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Parse the content of a manifest file. `where` is the file's path for error messages."""
+        """Create a `Manifest` from the content of its file. Raises an error that mentions `where` if it is damaged."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -178,10 +178,7 @@ def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
-    """Raise an error if there is something at a path that is not a checkpoint.
-
-    A save must not overwrite such data.
-    """
+    """Raise an error if a save would overwrite something other than a checkpoint at this path."""
     if not storage.exists(directory) or storage.is_link(directory):
         return
     try:
@@ -207,7 +204,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise an error if the size or hash of a file differs from what the manifest lists."""
+    """Raise an error if a file's size or hash differs from its entry in the manifest, as in a damaged checkpoint."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
@@ -236,7 +233,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Paths within a checkpoint's state at which the states of models and optimizers are stored.
+    """Paths of the model and optimizer states within a checkpoint, which depend on its format.
 
     Attributes:
         models: The path of the models' states.
@@ -249,7 +246,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Nest states of models or optimizers as in the checkpoint, so that they can be filled from it."""
+        """Arrange model or optimizer states in the checkpoint's structure, so that it can be loaded into them."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -260,7 +257,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Return where a checkpoint stores models and optimizers, judged by its top-level entries."""
+    """Find out at which paths a checkpoint stores models and optimizers, given the names of its top-level entries."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:
@@ -273,7 +270,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a checkpoint's shared state, written by any version, to the current structure of entries.
+    """Return a checkpoint's shared state in the current structure, whichever version of drivetrain wrote it.
 
     Args:
         shared: All or some top-level entries of a checkpoint, packed or not.
@@ -311,7 +308,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert one process's own state, written by any version, to the current structure of entries."""
+    """Return one process's state in the current structure, whichever version of drivetrain wrote it."""
     if "engine" in own:
         return dict(own)
     return {

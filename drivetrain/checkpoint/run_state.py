@@ -32,7 +32,7 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Save a checkpoint of a run, after a save that is still running. Call it on all processes.
+    """Save the state of a run as a checkpoint, once any running save has ended. Call it on all processes.
 
     Args:
         directory: The checkpoint's directory or URL. An existing checkpoint is replaced after the new one is complete.
@@ -71,7 +71,7 @@ def load_run_state(
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
-    """Load the state of a run from a checkpoint. Nothing is unpickled, so no code is executed.
+    """Load the state of a run from a checkpoint, without unpickling and thus without executing code.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -132,7 +132,7 @@ def load_run_state(
 
 
 def describe_run_state(directory: str | os.PathLike[str]) -> Any:
-    """Return a checkpoint's shared state with tensors on the meta device, without reading their values.
+    """Return a checkpoint's shared state with tensors on the meta device, so that no tensor values are read.
 
     Call it on one process.
 
@@ -169,7 +169,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """Return the number of processes that wrote a checkpoint, and a function that reads one rank's state.
+    """Return how many processes have written a checkpoint, and a function that reads the state of one rank.
 
     Args:
         path: The checkpoint's directory, file or URL.
@@ -190,7 +190,7 @@ def read_shared(
     only: Collection[str] | None = None,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
-    """Read the shared state of a checkpoint in any supported format, on one process.
+    """Read the state that all processes share, such as weights, from a checkpoint in any supported format.
 
     Args:
         path: The checkpoint.

@@ -66,7 +66,7 @@ class MappedFile:
         return self
 
     def check_unchanged(self) -> None:
-        """Raise an error if the file on disk has changed since it was opened."""
+        """Raise an error if the file on disk has changed since it was mapped, so that its tensors may be wrong."""
         try:
             found = os.stat(self.path)
             same = (found.st_size, found.st_mtime_ns, found.st_ino) == self._opened
@@ -95,7 +95,7 @@ class MappedFile:
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Copy the bytes of a tensor into a buffer, with ordinary reads of the file."""
+        """Copy a tensor's bytes into a buffer by reading the file, so that the mapping takes no more memory."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
@@ -118,7 +118,7 @@ class MappedFile:
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
-        """Release the memory pages of a byte range. They are read from the file again when they are used."""
+        """Free the memory of a byte range of the mapped file. A later access reads it from disk again."""
         # Whole pages only, because the others also contain bytes outside of the range.
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE
@@ -133,7 +133,7 @@ class MappedFile:
 
 
 def _mapping(file: int) -> mmap.mmap:
-    """Map a file into memory. Changes stay in this process's memory and never reach the file."""
+    """Map a file into memory. Changes to the mapped memory are never written to the file."""
     # An empty file cannot be mapped.
     if os.fstat(file).st_size == 0:
         return mmap.mmap(-1, 1)
@@ -150,7 +150,7 @@ _RANGE = "_drivetrain_mapped"
 
 @dataclass(frozen=True)
 class MappedRange:
-    """Byte range of a mapped file whose memory a tensor uses.
+    """Byte range of a memory-mapped file that serves as the memory of a tensor.
 
     Attributes:
         file: The mapped file.
@@ -164,13 +164,13 @@ class MappedRange:
 
 
 def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Record on a parameter or buffer the byte range of the mapped file that its memory comes from."""
+    """Record on a tensor which byte range of a mapped file is its memory, as `mapped_range` returns it."""
     place = file.placed[name]
     setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
 
 
 def forget_mapped(tensor: Tensor) -> None:
-    """Remove from a tensor the record that its memory comes from a mapped file."""
+    """Remove the record of `mark_mapped` from a tensor whose memory is no longer that of a mapped file."""
     vars(tensor).pop(_RANGE, None)
 
 
@@ -184,13 +184,13 @@ _changes = attrgetter("_version")  # torch counts the changes in place
 
 
 def times_changed(tensor: Tensor) -> int:
-    """Return how many times a tensor has been changed in place. Always 0 for inference tensors."""
+    """Return the number of in-place changes of a tensor, with which a later change can be detected."""
     # Inference tensors have no version counter, and reading it would raise an error.
     return 0 if tensor.is_inference() else int(_changes(tensor))
 
 
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
-    """Return a list in which byte ranges of a file that touch or overlap are merged into one."""
+    """Return a sorted list of byte ranges in mapped files, in which ranges that touch or overlap are joined."""
     joined: list[MappedRange] = []
     for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
         last = joined[-1] if joined else None

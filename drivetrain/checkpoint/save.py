@@ -62,7 +62,7 @@ _SMALLEST_SPLIT = 64 << 20
 
 
 class Save:
-    """One save of a checkpoint, which all processes create and run together.
+    """Save of one checkpoint by all processes together. `copy` copies the tensors, and `run` writes the files.
 
     The constructor separates plain values from tensors and decides which process writes which tensor. After `copy`, the
     caller may change the tensors. Without `copy`, it must leave them unchanged until `run` has returned.
@@ -96,7 +96,7 @@ class Save:
         self._items: list[WriteItem] = self._planner.finish_plan(share).items
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
-        """Separate tensors from other values. Return a plan of the tensors that this process can write."""
+        """Separate the states' tensors from their other values, and return a plan for this process's tensors."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -122,7 +122,7 @@ class Save:
         return self._planner.create_local_plan()
 
     def _share_out(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
-        """Decide which process writes which tensors, so that each replicated tensor is written only once."""
+        """Assign each tensor to the process that writes it. A tensor that several processes hold is written once."""
         shares, metadata = self._planner.create_global_plan(plans)
         if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
             raise _without_values(lacking)
@@ -130,7 +130,7 @@ class Save:
         return [(share, token) for share in shares]
 
     def copy(self) -> None:
-        """Copy this process's tensors to host memory, so that training can go on during the save.
+        """Copy this process's tensors to host memory, so that training may change the originals during the save.
 
         An error is raised later, by `run`.
         """
@@ -152,7 +152,7 @@ class Save:
         self._planner.state_dict = {}  # drop the references to the original tensors
 
     def run(self) -> None:
-        """Write this process's files. Once all processes have written theirs, publish the checkpoint."""
+        """Write this process's files. When all processes have written theirs, move the checkpoint to its final path."""
         place, self._data = self._storage.place_for(self.directory, self._token)
         failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
@@ -162,7 +162,7 @@ class Save:
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files. Return their sizes and hashes, and the position of each tensor in them."""
+        """Write this process's files. Returns their sizes and hashes, and where in them each tensor is stored."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -199,7 +199,7 @@ class Save:
     def _publish(
         self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]
     ) -> list[None]:
-        """Write the index and the manifest on rank 0, and give the checkpoint its final name."""
+        """Complete the checkpoint on rank 0: write its index and manifest, and move it to its final path."""
         storage = self._storage
         files = {name: digest for each, _ in written for name, digest in each.items()}
         places = {index: one for _, each in written for index, one in each.items()}
@@ -230,7 +230,7 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Distribute this process's tensors over files of similar size, which are written in parallel.
+    """Divide this process's tensors among files of similar size, which are written in parallel.
 
     Returns the tensors of each file, in the order in which they are written.
     """
@@ -254,7 +254,7 @@ def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]
 
 
 def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    """Return the checkpoint's index, with the dtype, shape and file positions of each tensor."""
+    """Return the content of the checkpoint's index: dtype, shape and file positions of each tensor."""
     places_of: dict[tuple[str, torch.Size], Place] = {}
     for index, place in places.items():
         assert index.offset is not None
@@ -273,7 +273,7 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a temporary directory for additional files that hooks write into a checkpoint.
+    """Create a temporary directory into which hooks write additional files that belong to a checkpoint.
 
     Call it on all processes.
 
@@ -354,14 +354,14 @@ class PendingSave:
             raise self._error
 
     def claim(self) -> None:
-        """Leave it to callers of `wait` to report an error of this save.
+        """Make `wait` the only method that raises an error of this save. Later saves then do not raise it.
 
         `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
         """
         self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
-        """Call `callback(self)` as soon as the save has ended, with or without an error.
+        """Call a function with this object once the save has ended, whether or not it has failed.
 
         The callback runs in the writing thread, and `wait()` also waits for it. It must not call collectives or
         `wait()`. Exceptions that it raises are logged.
@@ -373,7 +373,7 @@ class PendingSave:
         self._call(callback)
 
     def failed(self) -> bool:
-        """Return True if the save has failed."""
+        """Return True if the save has ended with an error."""
         return self._error is not None
 
     def _finish(self, error: BaseException | None) -> None:
@@ -397,7 +397,7 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Queue in which one checkpoint at a time is written, in a background thread if requested.
+    """Queue that writes one checkpoint at a time, in a background thread if requested.
 
     Attributes:
         failed: The failed save whose error has not been raised yet, or None.
@@ -430,7 +430,7 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Save a checkpoint after the previous save has ended. All processes must call the method.
+        """Save a checkpoint, once the previous save has ended. All processes must call the method.
 
         See `save_run_state`.
         """
@@ -455,11 +455,11 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing. Deprecated, because each background save allocates the memory for its copies."""
+        """Do nothing. Deprecated: background saves no longer need their memory to be prepared in advance."""
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing. Deprecated, because all tensors have been copied when a background save returns."""
+        """Do nothing. Deprecated: tensors may be changed as soon as a background save has returned."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
@@ -469,12 +469,12 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
     def release(self) -> None:
-        """Wait until the running save has ended. Deprecated; use `finish`, which also raises the save's error."""
+        """Wait until the running save has ended, without raising its error. Deprecated in favor of `finish`."""
         self._wait_quietly()
 
     @property
     def has_lost(self) -> bool:
-        """True if a background save has failed and its error has not been reported yet."""
+        """True if a background save has failed and its error has not been raised or logged yet."""
         failed = self.failed
         return failed is not None and not failed._reported
 
@@ -486,7 +486,7 @@ class SaveQueue:
                 failed.raise_if_failed()
 
     def finish(self) -> None:
-        """Wait for the running save, and raise its error if it has failed and was not reported yet."""
+        """Wait until no save is running, and raise the error of a failed one that has not been reported yet."""
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
@@ -535,7 +535,7 @@ def save_queue(state: PartialState) -> SaveQueue:
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one process as text, which is sent to the other processes so that they raise it too.
+    """Error of one process as text, which can be sent to the other processes so that all raise it.
 
     Attributes:
         rank: The rank of the process that failed.
@@ -549,7 +549,7 @@ class Failure:
 
 
 class Peers:
-    """Group of all processes of a run, with its own communication for saving and loading checkpoints.
+    """All processes of a run, connected by a process group of their own for saving and loading checkpoints.
 
     Construct it on all processes at the same time.
 
@@ -588,7 +588,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Exchange failures between all processes. Return the first one by rank, or None if no process failed."""
+        """Exchange errors between all processes. Returns the failure of the lowest rank, or None if all succeeded."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -596,7 +596,7 @@ class Peers:
         return next((one for one in failures if one is not None), None)
 
     def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
-        """Run `work` on each process, and then `decide` with the list of results on rank 0.
+        """Run `work` on every process, then `decide` on rank 0 with all results, and return this process's decision.
 
         Returns this process's item of the list that `decide` returned. If a call failed, all processes get the first
         `Failure`.
@@ -614,7 +614,7 @@ class Peers:
         return self.scatter(decided)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
-        """Return the result of `work()`, or a `Failure` if it raises, so that other ranks do not wait forever."""
+        """Return the result of `work()`, or a `Failure` if it raises, which can be sent to the other processes."""
         try:
             return work()
         except BaseException as error:
@@ -622,7 +622,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise the failure of a process as a `CheckpointError`. All processes must call the method."""
+        """Raise the error of one process as a `CheckpointError` on all processes. Each of them must call it."""
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""
@@ -640,7 +640,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective of torch.distributed, and raise a `CheckpointError` if another process was lost."""
+    """Call a collective of `torch.distributed`. Raises `CheckpointError` if another process has died."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
@@ -649,7 +649,7 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 def _own_group(state: PartialState) -> Any:
-    """Return the gloo process group that is used for checkpoints only.
+    """Return the gloo process group through which processes communicate about checkpoints, and nothing else.
 
     Its collectives must not interleave with those of the training.
     """

@@ -40,7 +40,7 @@ _LONGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a tensor, as stored in a file of a checkpoint.
+    """Stored part of a tensor, such as the shard of one rank, with its place in a checkpoint's files.
 
     Attributes:
         entry: Its name in the file, its dtype and its shape.
@@ -52,7 +52,7 @@ class Part:
 
 
 class TensorIndex:
-    """Index of all tensors of a checkpoint, with the files and byte positions of their parts.
+    """Index of a checkpoint's tensors: in which file, and at which byte, each part of each tensor is stored.
 
     Attributes:
         metadata: The tensors in the form that `torch.distributed.checkpoint` uses.
@@ -68,11 +68,11 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """Return the stored part of a tensor with the given name and offsets."""
+        """Return the stored part of a tensor that `index` identifies by the tensor's name and the part's offsets."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
-        """Return the stored parts of tensors in each file, by file name. Empty parts are left out."""
+        """Return the parts of tensors in each of the checkpoint's files, by file name. Empty parts are left out."""
         found: dict[str, list[Part]] = {}
         for part in self._parts.values():
             if part.place.nbytes:
@@ -128,7 +128,7 @@ class TensorIndex:
         return list(values)
 
     def _check_files(self) -> None:
-        """Raise an error if two parts share bytes of a file.
+        """Raise an error if the index assigns the same bytes of a file to two tensors, as only a damaged one does.
 
         Otherwise a small file could expand to a huge amount of memory.
         """
@@ -147,7 +147,7 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Raise an error if the header of a safetensors file does not match the checkpoint's index."""
+    """Raise an error if the header of a safetensors file contradicts the checkpoint's index."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -163,7 +163,7 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
 
 
 def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two parts of a tensor that overlap, or None if there are none. Empty parts never overlap."""
+    """Return two parts of a tensor that overlap, as in a damaged index. None if no parts overlap."""
     if len(chunks) < 2:
         return None
     # Sweep along the dimension with the most distinct offsets, where few parts reach beyond the next start.
@@ -193,7 +193,7 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Open file of a checkpoint that is read in ascending order, and hashed completely if requested."""
+    """Checkpoint file that is read from start to end. If requested, its hash is computed and checked as well."""
 
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
@@ -217,7 +217,7 @@ class FileStream:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill a buffer with the bytes that begin at offset `start` of the file."""
+        """Fill a buffer with bytes of the file, starting at offset `start`. With hashing, offsets must ascend."""
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)
@@ -248,7 +248,7 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Yield a range of a file in blocks, without checking the file's hash.
+    """Yield a byte range of a checkpoint file in blocks. The file's hash is not checked, since it covers all bytes.
 
     All blocks use one buffer, so use each block before the next one is read.
     """
@@ -282,7 +282,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """Index of all tensors of the checkpoint, read and checked on first use."""
+        """Index of all tensors of the checkpoint. It is read from the checkpoint and checked on first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
@@ -290,11 +290,10 @@ class SafetensorsReader(StorageReader):
         return self._found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of all tensors, in the form that `torch.distributed.checkpoint` uses."""
         return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the dtype, shape and parts of each tensor of the checkpoint, by key."""
+        """Return the dtype, the shape and the stored parts of each tensor in the checkpoint, by key."""
         return {
             key: one
             for key, one in self.read_metadata().state_dict_metadata.items()
@@ -302,19 +301,18 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Return the file and byte position of a tensor's part that begins at the given offsets."""
+        """Return the file and the byte range of the part of a tensor that begins at the given offsets."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:
-        """Return the full path of a file of the checkpoint, from its name in the manifest."""
+        """Return the path or URL of a file of the checkpoint, given its name in the manifest."""
         return self._storage.join(self._directory, self._manifest.data, name)
 
     def unread(self) -> list[str]:
-        """Return the names of the checkpoint's files from which no tensor has been read yet."""
+        """Return the files of the checkpoint from which no tensor has been read, so that their hashes are unchecked."""
         return [name for name in self._manifest.files if name not in self._read_files]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all tensors of a load plan into their destinations, from several files in parallel."""
         wanted: dict[str, dict[Part, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
             part = self.index.part(item.storage_index)
@@ -329,7 +327,7 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Raise an error if the header of a file does not match the index. None checks all files.
+        """Raise an error if a file's header contradicts the checkpoint's index. If `names` is None, check all files.
 
         Reading tensors makes this check as well.
         """

@@ -87,13 +87,13 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 class Reader(Protocol):
-    """Protocol of the open files that `Storage.open` returns."""
+    """Protocol of files that `Storage.open` opens for reading. They behave like Python's unbuffered binary files."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read bytes into a buffer. Return their number, which may be less than the size of the buffer."""
+        """Read into a buffer and return the number of bytes read, like `io.RawIOBase.readinto`."""
 
     def seek(self, offset: int, /) -> int:
-        """Move the position of the next read to a byte offset from the start of the file, and return it."""
+        """Continue reading at a byte offset from the start of the file, like `io.IOBase.seek`."""
 
     def close(self) -> None:
         """Close the file."""
@@ -106,7 +106,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size of each file in a directory tree, by relative path. Empty if it does not exist.
+        """Return the size in bytes of each file below a directory, by relative path. An empty dict if there is none.
 
         Links and other special files have the size `NO_FILE`, and links are not followed.
         """
@@ -148,18 +148,18 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Return the path at which a new checkpoint is first written, and the name of its folder in the manifest.
+        """Return the temporary path at which a checkpoint is written, and the folder name for its manifest.
 
         The name is empty if publishing renames the whole directory.
         """
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create the directory of a new checkpoint with subdirectories. Existing ones are no error."""
+        """Create the directory in which a checkpoint is written, with subdirectories. They may exist already."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write a new file, flush it to disk, and return its size and hash."""
+        """Write a new file from the given parts, flush it to disk, and return its size and hash."""
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
@@ -170,7 +170,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Delete a directory that will not be published, as far as possible."""
+        """Delete the directory of a failed save. What cannot be deleted stays, without an error."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:
@@ -192,7 +192,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """Storage on a local or shared file system, which writes under a temporary name and then renames."""
+    """Storage on a local or shared file system. Checkpoints are written under a temporary name, then renamed."""
 
     _os: Any = os  # creates, writes and renames files; tests replace it by one that fails
 
@@ -334,7 +334,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush a file that other code, such as a hook, has written to disk. Return its size and hash."""
+        """Flush to disk a file that a hook has written, and return its size and hash for the manifest."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)
@@ -471,7 +471,7 @@ _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage that a path or URL is on, and the path in the form that this storage expects."""
+    """Return the storage for a path or URL, such as `s3://bucket/run`, and the path in that storage's form."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
@@ -515,14 +515,14 @@ def writer_of(pid: int) -> dict[str, Any]:
 
 
 def writer_token() -> str:
-    """Return a unique part of a name for a temporary file, from which the writing process can be identified."""
+    """Return a unique token for the name of a temporary file, which shows which process is writing the file."""
     started = round((started_since_boot() or 0.0) * 100)
     # 8 characters for the machine, 8 for the process id, 12 for the start time, and 8 random ones.
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
 
 def clean_stale(root: str) -> list[str]:
-    """Remove unfinished checkpoints of ended processes, and restore older ones that were moved aside.
+    """Clean up after interrupted saves: remove unfinished checkpoints, and restore those that were moved aside.
 
     Args:
         root: The directory that contains the checkpoints, on a local or shared file system.
@@ -562,7 +562,7 @@ def replaced_beside(directory: str) -> str | None:
 
 
 def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
-    """List temporary files and directories that saves have left in a directory, the newest checkpoint first."""
+    """Return temporary files and directories that saves have left in a directory, the newest checkpoint first."""
     try:
         with os.scandir(root) as entries:
             kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
@@ -573,7 +573,7 @@ def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
 
 
 def _is_in_use(path: str, match: re.Match[str]) -> bool:
-    """Return True if the process that created a temporary file or directory may still need it."""
+    """Return True if the process that created a temporary file or directory may still be using it."""
     what, (root, _) = match["what"], os.path.split(path)
     if match.re is _LEFT_FILE:
         lives = _is_token_alive(match["token"])
@@ -588,7 +588,7 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
 
 
 def _is_alive(place: str) -> bool:
-    """Return True if the process that writes a temporary directory is, or may be, still running."""
+    """Return True if the process that writes to a temporary directory may still be running."""
     path = os.path.join(place, WRITER_FILE)
     try:
         writer = decoded(LocalStorage().read(path), path)

@@ -70,7 +70,7 @@ def check_parts(path: str | os.PathLike[str]) -> None:
 
 
 def plain_classes() -> list[Any]:
-    """Return the classes and functions of NumPy and the standard library that are safe to unpickle."""
+    """Return classes and functions of NumPy and the standard library that are safe to unpickle, for `torch.load`."""
     # NumPy 2 has moved these functions, and files may use either name.
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
@@ -130,7 +130,7 @@ def bare_name(name: str) -> str:
 
 
 class TorchShards:
-    """Reader of a checkpoint folder that `torch.distributed.checkpoint` has written.
+    """Reader of a checkpoint directory in the format of `torch.distributed.checkpoint`.
 
     Attributes:
         directory: The path of the folder.
@@ -150,16 +150,16 @@ class TorchShards:
 
     @staticmethod
     def is_here(directory: str | os.PathLike[str]) -> bool:
-        """Return True if a local folder contains a checkpoint of `torch.distributed.checkpoint`."""
+        """Return True if a local directory contains a checkpoint in the format of `torch.distributed.checkpoint`."""
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """Return the tensors under a top-level key such as `"model"`, from full name to the name below the key."""
+        """Return the names of tensors under a top-level key such as `"model"`, mapped to names without that key."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
     def tensor(self, name: str) -> Tensor:
-        """Return the full tensor of this name, read from all its shards."""
+        """Return a whole tensor of the checkpoint, assembled from all its shards."""
         described = self.tensors[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
         filled = 0
@@ -176,7 +176,7 @@ class TorchShards:
         return whole
 
     def whole(self) -> dict[str, Any]:
-        """Return all tensors and values of the checkpoint, in the nested structure that was saved."""
+        """Return the whole content of the checkpoint, nested as it was saved, with tensors and other values."""
         nested: dict[Any, Any] = {}
         for name in self.tensors:
             _put(nested, self._path_of(name), self.tensor(name))
@@ -188,7 +188,7 @@ class TorchShards:
         return tuple(self._paths.get(name, (name,)))
 
     def _read(self, name: str, offsets: tuple[int, ...]) -> Any:
-        """Return one stored entry: the part of a tensor at the given offsets, or a whole value."""
+        """Read one stored entry of the checkpoint: the shard of a tensor at `offsets`, or a value of another type."""
         place = self._places.get(name, {}).get(offsets)
         if place is None:
             raise CheckpointError(f"{self.directory} does not say where {name} is.")
@@ -206,7 +206,7 @@ class TorchShards:
 
 
 class _UnknownRecord(pickle.UnpicklingError):
-    """Error for a class or function in a pickle that torch's checkpoint metadata does not need."""
+    """Error for a class or function in a pickle that does not belong to torch's checkpoint metadata."""
 
 
 class _Records(pickle.Unpickler):
@@ -244,7 +244,7 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Convert nested dicts whose keys are the positions of a list back to lists."""
+    """Convert dicts with integer keys, which stand for positions in a list, to lists, at all levels."""
     if not isinstance(nested, dict):
         return nested
     # Integers in a path are positions in a list.
@@ -261,7 +261,7 @@ BY_POSITION = "#"
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return an optimizer's state with a text key for each parameter: its name, or `#` and its position.
+    """Return an optimizer's state with text keys: parameter names, or positions such as `#0` if it has no names.
 
     The state that FSDP saves uses names, and all others use positions.
     """
@@ -279,7 +279,7 @@ def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str,
 
 
 def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state from parameter names to positions, as `torch.optim.Optimizer` expects."""
+    """Return an optimizer's state with positions in place of parameter names, as torch optimizers expect."""
     positions: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -293,7 +293,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's state with parameter names in place of positions.
+    """Return an optimizer's state with parameter names in place of positions, given the names by group.
 
     Args:
         saved: The state, as this module or another checkpoint format provides it. It is not modified.

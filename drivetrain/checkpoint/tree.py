@@ -43,13 +43,13 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Separate tensors from a nested structure. Return the rest in a form for JSON, and the tensors by key."""
+    """Split a nested structure into a form that JSON can represent, and a dict of its tensors by key."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a dict with JSON-encoded state (`tree`) and its CPU tensors by key (`tensors`).
+    """Return a nested state as a dict of two parts: `tree` in a form for JSON, and `tensors` on the CPU by key.
 
     Args:
         state: Nested dicts and lists of plain values and tensors.
@@ -63,7 +63,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from its JSON form and its tensors. Other content is refused as damaged."""
+    """Rebuild a nested structure from its JSON form and its tensors. Raises an error if the JSON is damaged."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -87,7 +87,7 @@ def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Rebuild a value of a type that JSON does not have, from its tag such as `__tuple__` and its content."""
+    """Rebuild a value that JSON cannot represent, such as a tuple, from its tag (`__tuple__`) and content."""
     try:
         if word == "__tensor__":
             return tensor_of(_text(content))
@@ -104,11 +104,11 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Exception for content that no checkpoint contains, because `pack` never writes it."""
+    """Error for JSON content that `pack` never produces, so that it must be damaged."""
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """Return the keys of all tensors in a JSON-encoded state, in order and without duplicates."""
+    """Return the keys of all tensors that a JSON-encoded state refers to, in order and without duplicates."""
     # A dict, because it keeps the order of its keys, unlike a set.
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
@@ -116,7 +116,7 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key under which the tensor at a path of a JSON-encoded state is stored, or None.
+    """Return the key of the tensor at a path of a JSON-encoded state. None if there is no tensor at the path.
 
     Tied tensors have one key.
 
@@ -139,12 +139,12 @@ def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Return True if a dict in a JSON-encoded state stands for a value of another type, such as a tuple."""
+    """Return True if a dict from JSON encodes another type, as `{"__tuple__": [1, 2]}` encodes a tuple."""
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """Return the part of a JSON-encoded state at the given keys and indices, or None if there is none."""
+    """Return the value at nested keys and indices of a JSON-encoded state, or None if one of them is missing."""
     for part in path:
         try:
             packed = packed[part]
@@ -243,7 +243,7 @@ _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 @dataclass(eq=False)
 class _Packer:
-    """Record of the tensors that are found while a structure is packed, by which tied ones are detected."""
+    """Encoder of one nested structure. It collects the tensors, and recognizes tied ones, which are stored once."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Add a tensor and return its key. A tensor that has been added before keeps its first key."""
+        """Collect a tensor and return its key. A tied tensor gets the key under which it was first found."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
@@ -342,7 +342,7 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Return the content of a checkpoint's JSON file. `path` is used in error messages only."""
+    """Parse the JSON content of a checkpoint file. `path` is used in error messages only."""
     try:
         # json.loads accepts NaN and Infinity by default, which are not valid JSON.
         return json.loads(raw, parse_constant=_refused_constant)
@@ -355,7 +355,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Return a value as the bytes of a checkpoint's JSON file. NaN and infinite numbers are refused."""
+    """Encode a value as JSON for a checkpoint file. Raises an error if it has NaN or infinite numbers."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -396,7 +396,7 @@ INDEX = f"{FOLDER}/index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, dtype and shape of a tensor, or of a part of a tensor, in a safetensors file."""
+    """Name, dtype and shape of a tensor in a safetensors file. The tensor may be a shard of a larger one."""
 
     name: str
     dtype: torch.dtype
@@ -412,14 +412,14 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the tensor occupies in the file."""
+        """Size of the tensor's data in bytes."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the description of the tensor for the header of a safetensors file.
+        """Return the tensor's entry for a safetensors header, given the offset `start` of its first byte.
 
         A dtype that safetensors does not define is described as bytes.
         """
@@ -434,7 +434,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Position of one part of a tensor: the file, the first byte and the number of bytes."""
+    """Location of a part of a tensor in a checkpoint: the file, the first byte and the number of bytes."""
 
     file: str
     start: int
@@ -455,7 +455,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Return the header of a safetensors file, and the byte offset in the file at which each tensor starts."""
+    """Compute the layout of a safetensors file: its header, and the offset at which each tensor begins."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -470,7 +470,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return an order for writing tensors, as indices, in which each one starts at an aligned offset.
+    """Return the order in which to write tensors so that each begins at an aligned offset, as indices.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
     so on follow. Each tensor then starts at a multiple of its item size.
@@ -496,7 +496,7 @@ def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """Name, dtype, shape and position of a tensor in a safetensors file.
+    """Tensor in a safetensors file: its name, dtype and shape, and the offset of its first byte.
 
     Attributes:
         entry: The tensor's name, dtype and shape.
@@ -508,7 +508,7 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The offset of the first byte after the tensor."""
+        """The offset in the file of the first byte after the tensor."""
         return self.start + self.entry.nbytes
 
 

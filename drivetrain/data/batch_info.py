@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the weight of this batch with which a mean over processes becomes a mean over all real rows.
+        """Return this batch's weight in a mean over processes, so that all real rows of the step count equally.
 
         Args:
             processes: Number of processes over which the step's batches are spread.
@@ -54,7 +54,7 @@ class BatchInfo:
 
     @property
     def is_padding(self) -> bool:
-        """True if the batch consists of padding only, because this process has no data left in the step."""
+        """True if all rows of the batch are padding, because no data is left for this process in the step."""
         return self.padding > 0 and self.padding == self.rows
 
     @property
@@ -109,14 +109,14 @@ class ActiveLoaders:
 
     @property
     def loaders(self) -> list[PreparedLoader]:
-        """List of the loaders whose loops are running, the outermost first."""
+        """The loaders that are being iterated, the outermost first, as when validation runs within training."""
         return [loader for loader, _ in self._entries]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def enter(self, loader: PreparedLoader) -> None:
-        """Add a loader to the stack when its loop begins.
+        """Put a loader onto the stack of running loaders. Called when a loop over the loader begins.
 
         Args:
             loader: The loader.
@@ -124,7 +124,7 @@ class ActiveLoaders:
         self._entries.append((loader, self.tick()))
 
     def leave(self, loader: PreparedLoader) -> None:
-        """Remove a loader from the stack when its loop ends, and call the `on_leave` callbacks.
+        """Remove a loader from the stack of running loaders when its loop ends, and call the `on_leave` callbacks.
 
         Args:
             loader: The loader.
@@ -148,7 +148,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of the last rows of a tensor that was computed from a batch are padding.
+        """Return how many of the last rows are padding in a tensor that was computed from the current batch.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

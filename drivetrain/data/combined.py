@@ -69,7 +69,7 @@ class CombinedLoader:
         self._cycles: int | None = None
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
-        """Return a new CombinedLoader in which each loader is replaced by `prepare(loader)`.
+        """Return a CombinedLoader over `prepare(loader)` for each loader, for example to shard all loaders.
 
         Args:
             prepare: Called with one loader.
@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a CombinedLoader that combines batches as in one process, for any number of processes.
+        """Return a CombinedLoader whose loaders, once sharded, combine batches as in a single process.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -102,7 +102,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(loaders), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start a new epoch in all combined loaders, unless a position within this epoch was loaded.
+        """Start an epoch in all combined loaders, unless a position within the epoch was loaded from a checkpoint.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -126,7 +126,7 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Begin an iteration, and return an iterator over combined batches.
+        """Start an iteration, and return an iterator over batches that combine those of all loaders.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -135,7 +135,7 @@ class CombinedLoader:
         return self._begin(limit, together, pend=False)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over combined batches as `PendingBatch` objects, which move to the device on use.
+        """Return an iterator over combined batches that move to the device on first use, as `PendingBatch` objects.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -195,12 +195,12 @@ class CombinedLoader:
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return `preserve_state()`, the context manager that replaces this deprecated method."""
+        """Return a context manager that restores the loaders' state. Deprecated in favor of `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Return a context manager that finally restores the positions and generators of all loaders.
+        """Restore the positions and random generators of all loaders when the `with` block ends.
 
         See `PreparedLoader.preserve_state`.
         """
@@ -219,7 +219,7 @@ class CombinedLoader:
         return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in self.loaders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of all combined loaders for a checkpoint."""
+        """Return the positions of all combined loaders, to be saved in a checkpoint."""
         within = self._begun or self._resumes
         # Between two epochs, the state is that of the start of the next one.
         next_one = int(not within and self._has_passed)
@@ -232,11 +232,11 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """`BatchInfo` of the latest combined batch, or None outside of a loop."""
+        """The `BatchInfo` of the latest combined batch. None before and after a loop."""
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the current positions of the combined loaders, whatever batch is given.
+        """Return the loaders' current positions for a checkpoint. `reached` is ignored.
 
         Earlier positions are not recorded.
 
@@ -246,7 +246,7 @@ class CombinedLoader:
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore saved positions of the combined loaders. The next iteration continues from there.
+        """Restore the positions of the combined loaders from a checkpoint, so that the next iteration continues there.
 
         Args:
             state: Dict from `state_dict`.
@@ -274,7 +274,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return one iterator for each loader. None means that it is created when its first batch is needed.
+        """Return an iterator for each loader. None means that it is created when its first batch is needed.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -290,7 +290,7 @@ class CombinedLoader:
                     iterator.close()
 
     def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return the next batch of every loader with a list of their `BatchInfo`, or None at the end."""
+        """Return the next batch of each loader and their `BatchInfo` objects, or None when the iteration ends."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -321,7 +321,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader, and True if the combined iteration has ended."""
+        """Return the next batch of one loader, and True if the whole iteration has ended, which depends on `mode`."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -342,7 +342,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over one of the combined loaders that stops at the limit of the combined iteration.
+        """Return an iterator over one of the loaders, cut at the limit of the combined iteration.
 
         Args:
             loader: The loader.
@@ -365,7 +365,7 @@ class CombinedLoader:
 
 
 class CountedBatches(Sampler[Any]):
-    """Batch sampler that repeats or truncates the batches of a loader to a fixed number."""
+    """Batch sampler that gives a fixed number of batches, by repeating or cutting those of a loader."""
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self.batches: Any = loader.batch_sampler
@@ -442,7 +442,6 @@ def _is_loader(value: Any) -> bool:
 def _with_last(
     pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
 ) -> Iterator[tuple[Any, _Known, bool]]:
-    """Yield each combined batch, the `BatchInfo` of its parts, and True for the last batch."""
     if length is not None:
         return map(lambda pair, number: (*pair, number == length), pairs, count(index + 1))
     return map(_flat, with_last(pairs))
@@ -468,7 +467,7 @@ def _current(loader: Any) -> BatchInfo | None:
 
 
 def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
-    """Return the `BatchInfo` of a combined batch, computed from those of its parts.
+    """Return a single `BatchInfo` for a combined batch, given those of its parts.
 
     If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     """

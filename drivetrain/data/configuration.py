@@ -11,7 +11,7 @@ from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 @dataclass(frozen=True)
 class DataShard:
-    """Part of the data that one process reads, given by its index and the number of parts.
+    """Part of a dataset that one process reads. `DataShard(0, 4)` is the first of four parts.
 
     Processes that work on one batch together (tensor, pipeline or context parallelism) have equal shards.
 
@@ -35,7 +35,7 @@ class DataShard:
 
 
 class TailPolicy(str, Enum):
-    """Policy for the end of an epoch, when there is not a full batch for every process.
+    """Policy for the end of an epoch when no full batch is left for every process, for example to pad.
 
     Padding rows are the last rows of a batch, and the loader counts them (`BatchInfo.padding`). A single process never
     gets padding.
@@ -106,7 +106,7 @@ class DataLoaderConfiguration:
 
 
 def warn_of_workers(owner: str, value: Any) -> None:
-    """Check the deprecated option `num_workers`: warn of "auto", and raise an error for other values."""
+    """Warn that `num_workers="auto"` is deprecated. Raise an error for any other value."""
     if value != "auto":
         raise ConfigurationError(
             f"num_workers={value!r} is not allowed. Set the number in the loader: DataLoader(num_workers=...).",

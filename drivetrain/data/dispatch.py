@@ -31,7 +31,7 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Shape and dtype of a tensor, sent in place of the tensor so that the receiver can allocate it."""
+    """Shape and dtype of a tensor. Rank 0 sends them first, so that the other ranks can allocate the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,13 +87,13 @@ class DispatchReader:
         self._reader = None
 
     def _compare(self, read: Callable[[], str | None]) -> None:
-        """Check once that all ranks read equal samples from the stream. All ranks must call it."""
+        """Compare the samples that the ranks read first, and raise an error if they differ. All ranks must call it."""
         if self._compared:
             check_same_stream(type(self._loader.dataset).__name__, read(), read)
             self._compared = False
 
     def _digest(self, epoch: int, start: EpochStart) -> str | None:
-        """Return a hash of the first samples that this rank reads, or None if it cannot read them."""
+        """Return a hash of the first samples of the stream on this rank, or None if reading them fails."""
         try:
             with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
                 reader = self._make_reader()
@@ -109,7 +109,7 @@ class DispatchReader:
 
 
 class _Exchange:
-    """Transfer of one iteration's batches from rank 0 to the other ranks."""
+    """Connection through which rank 0 sends the batches of one iteration to the other ranks."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -149,7 +149,7 @@ class _Exchange:
             raise
 
     def receive(self) -> Iterator[Pair]:
-        """Receive the batches of each step from rank 0. Yield the batches of this rank."""
+        """Receive batches from rank 0, and yield those of this rank with their `BatchInfo`."""
         index = self._layout.shard.index
         while True:
             own, more, final = self._receive_step(index)
@@ -164,7 +164,7 @@ class _Exchange:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks that reading has failed on rank 0, so that they raise an error instead of waiting."""
+        """Tell the other ranks that rank 0 could not read a batch, so that they raise an error and do not wait."""
         self._send_header([_FAILED] + [0] * (_COMMON - 1))
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
@@ -223,7 +223,7 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """Encode the `BatchInfo` of a step's batches as integers: some for all processes, others for each one."""
+    """Encode the `BatchInfo` of a step as integers for sending: common values, and values of each process."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,
@@ -256,5 +256,5 @@ def _is_slot(value: object) -> bool:
 
 
 def _is_plain_tensor(value: object) -> bool:
-    """Return True if a value is sent as a tensor. Tensor subclasses and sparse tensors are pickled instead."""
+    """Return True if a value is a plain dense tensor, which is sent without pickling."""
     return isinstance(value, Tensor) and type(value) is Tensor and value.layout is torch.strided

@@ -45,7 +45,7 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch from a worker, with the numbers of rows that only the reading process can count.
+    """Batch as read by a worker, with the numbers of rows that only the worker can determine.
 
     Attributes:
         batch: The batch.
@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
 
 class BatchedStream(IterableDataset[Record]):
-    """Dataset that groups the samples of an iterable dataset, and collates only the batches of one process.
+    """Dataset that groups the samples of an iterable dataset into batches, and collates those of one process.
 
     Every process reads the whole stream. Each worker groups the samples of its own stream.
     """
@@ -130,7 +130,7 @@ class BatchedStream(IterableDataset[Record]):
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield the samples of an iterator. Before each one is read, seed the global generators by its position."""
+    """Yield samples from an iterator. The global random generators are seeded before each, by its position."""
     position = 0
     held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
     while True:
@@ -143,7 +143,7 @@ def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
 
 
 def _isolated(records: Iterator[Record]) -> Iterator[Record]:
-    """Yield records, and restore the state of the global generators after each one has been read."""
+    """Yield records without changing the state of the global random generators while reading them."""
 
     def draw() -> Record | None:
         with isolated_random_state():
@@ -167,7 +167,7 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
 
 
 class StreamReader:
-    """Reader of an iterable dataset. Every process reads all samples and keeps its own share of them.
+    """Reader of an iterable dataset. Every process reads all samples, and keeps those of its own share.
 
     Attributes:
         begins_with: Digest of the stream's first samples after an iteration has begun, else None.
@@ -271,7 +271,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each worker skips on resumption. Return how many steps the caller must skip."""
+        """Tell the workers how many batches before a position to drop. Returns the steps that are left to skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -292,7 +292,7 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield each batch with its `BatchInfo`. One batch is read ahead, to find out which one is the last.
+        """Yield each batch with its `BatchInfo`. One batch is read ahead, so that the last one is known to be last.
 
         The first of the skipped batches are stored in `head`.
         """
@@ -400,7 +400,7 @@ class ReadyBatchesReader:
 
 
 class _LoaderStates:
-    """States of a user's loader after its latest batches, for loaders with a `state_dict` method."""
+    """Recent states of a user's loader that has a `state_dict` method, as torchdata's loaders do."""
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
@@ -430,7 +430,7 @@ class _LoaderStates:
         yield from ()
 
     def _state(self) -> dict[str, Any] | None:
-        """Return the state of the user's loader, or None if it contains objects that a checkpoint cannot store."""
+        """Return the state of the user's loader. None, after a warning, if a checkpoint cannot store it."""
         assert self._loader is not None
         # The loader may return objects that it goes on changing.
         state = copy.deepcopy(self._loader.state_dict())
@@ -444,7 +444,7 @@ class _LoaderStates:
         return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
     def after(self, batches: int | None) -> dict[str, Any] | None:
-        """Return the state of the user's loader after its first `batches` batches, or None if it is unknown.
+        """Return the state that the user's loader had after `batches` batches of the epoch, or None if unknown.
 
         The argument None asks for the state at the end of the epoch.
         """
@@ -455,7 +455,7 @@ class _LoaderStates:
         return self._kept.get(batches)
 
     def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
-        """Continue the user's loader from a saved state. Return None if its earlier batches must be read again.
+        """Restore the user's loader from a saved state and return its iterator. None if this is not possible.
 
         States of torchdata hold the workers' parts and therefore need an equal number of workers. Between epochs,
         torchdata's loaders have no state besides the generators that a position holds.
@@ -484,7 +484,7 @@ class _LoaderStates:
 
 
 def _restores_order(loader: Any) -> bool:
-    """Return True if the saved state of a loader restores the order of the samples in its epoch.
+    """Return True if restoring a loader's state also restores the order in which it reads samples.
 
     torchdata saves a sampler's position. It saves the order only if the sampler is torchdata's own or has a state.
     """
@@ -517,7 +517,7 @@ def _is_plain(value: Any) -> bool:
 def _skipping(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Skip batches, and keep the first few in `head`. Return the other batches and the number of samples so far."""
+    """Skip batches that were consumed before, keeping the first in `head`. Returns the rest and a sample count."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:
@@ -529,7 +529,7 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield the batches that follow `skipped` earlier ones, each with its `BatchInfo`."""
+    """Yield batches with their `BatchInfo`, numbered from `skipped` on. Rows are counted only if `counted` is True."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -549,14 +549,14 @@ def _with_infos(
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
-    """Return an iterator over the batches of one process, given the batches of all processes in each step."""
+    """Yield the batches of one process from steps, each of which lists a batch or None for every process."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Share batches between processes. Yield one list per step, with a batch or None for each process."""
+    """Distribute batches to the processes. Yield one list per step, with a batch or None for each process."""
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
@@ -582,7 +582,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Yield, for each step, a list with one batch per process, padded with the epoch's first batches."""
+    """Form steps from batches. Yield a list with a batch for each process, padded or None where data runs out."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -632,10 +632,7 @@ def _steps(
 
 
 def whole_batches(padding: int, real: int) -> tuple[int, int]:
-    """Return the weight of a process's batch and the total weight of its step, if rows cannot be counted.
-
-    Every real batch then counts equally.
-    """
+    # The weights of a batch and of its step if rows cannot be counted: every real batch counts equally.
     return int(not padding), real
 
 

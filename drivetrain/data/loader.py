@@ -96,7 +96,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Begin an iteration, and return an iterator over this process's batches on the device.
+        """Start an iteration, and return an iterator over this process's batches, which are on the device.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -114,7 +114,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """Return an iterator over `PendingBatch` objects, each of which moves its batch to the device on first use.
+        """Return an iterator over `PendingBatch` objects, which move their batch to the device on first use.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -151,12 +151,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return `preserve_state()`, the context manager that replaces this deprecated method."""
+        """Return a context manager that restores the loader's state. Deprecated in favor of `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Return a context manager that restores the loader's position and generators when its body ends.
+        """Restore the loader's position and random generators when the `with` block ends, as after a trial run.
 
         The generators held by the loader, its samplers and its dataset are restored, and persistent workers are
         stopped. The global generators and other state of the dataset are not restored.
@@ -183,7 +183,7 @@ class PreparedLoader(DataLoader[Any]):
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
-        """Convert a limit on this process's batches to a limit on the user's batches. None means no limit."""
+        """Convert a number of batches per process to batches of the user's loader. None means no limit."""
         if limit is None or limit == float("inf"):
             return None
         batches = int(limit) * self._reader.layout.group_size
@@ -195,7 +195,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches
 
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
-        """Yield the batches of an opened iteration, and set `current` to the `BatchInfo` of each."""
+        """Yield the batches of an iteration. While a batch is in use, `current` is its `BatchInfo`."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         batches: Iterator[PendingBatch] = iter(())
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
@@ -246,7 +246,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def tail(self) -> TailPolicy:
-        """Policy for a last step with too few batches for all processes. It can be changed between iterations."""
+        """How an epoch ends if batches do not suffice for all processes. May be changed between iterations."""
         return self._layout.tail
 
     @tail.setter
@@ -256,14 +256,14 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """True if the user's loader reads an `IterableDataset`, whose end determines the end of the epoch."""
+        """True if the user's loader reads an `IterableDataset`, so that the epoch ends when the stream ends."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
 
     @property
     def epoch(self) -> int:
-        """Number of the latest epoch, from 0. After `set_epoch`, or before the first epoch, that of the next one."""
+        """Number of the latest epoch, from 0, or of the next one after `set_epoch` and before the first iteration."""
         return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
@@ -314,7 +314,7 @@ class PreparedLoader(DataLoader[Any]):
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
-        """Return the objects that take the epoch's number: the dataset (None if it does not), and the samplers."""
+        """Return the objects with a `set_epoch` method: first the dataset, or None without one, then the samplers."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
@@ -341,18 +341,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def resumes(self) -> bool:
-        """True if the next iteration begins at a position that was loaded from a checkpoint or set with `skip`."""
+        """True if the next iteration starts at a position that was loaded from a checkpoint or set by `skip`."""
         return self._resume is not None
 
     @property
     def resumes_within(self) -> bool:
-        """True if the next iteration begins in the middle of an epoch, as after loading a checkpoint."""
+        """True if the next iteration starts in the middle of an epoch, for example after loading a checkpoint."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Skip the first `num_batches` batches of this process, in the next iteration only.
+        """Leave out this process's first `num_batches` batches in the next iteration, to resume within an epoch.
 
         Skipped samples of a map-style dataset are not read.
 
@@ -367,7 +367,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
-        """Continue with the next epoch if the loaded position is after the last batch of an epoch.
+        """If a position at the end of an epoch was loaded, make the next iteration begin the following epoch.
 
         This has no effect if `set_epoch` or `skip` is called for the finished epoch first. A script that counts batches
         starts the next epoch at such a position, and one that counts epochs is still in the previous one.
@@ -375,7 +375,7 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Keep the epoch of a loaded position, even if all batches of the epoch were consumed.
+        """Stay in the epoch of a loaded position, even if all its batches were already consumed.
 
         Used for scripts that skip batches by themselves.
         """
@@ -387,7 +387,7 @@ class PreparedLoader(DataLoader[Any]):
             self._resume, self._begun = None, True
 
     def rewind(self) -> None:
-        """Begin the next iteration at the start of the epoch in which the run was saved, in the saved order."""
+        """Restart the epoch of the loaded position from its first batch, in the order that was saved."""
         if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
@@ -402,11 +402,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached(self) -> BatchInfo | None:
-        """`BatchInfo` of the loader's latest batch, also after the loop has ended. None before the first batch."""
+        """The `BatchInfo` of the latest batch, even after the loop has ended. None before the first batch."""
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the loader's position after a given batch of the current epoch, as a dict for a checkpoint.
+        """Return the position after a given batch, for a checkpoint. Batches that were only read ahead do not count.
 
         Args:
             reached: `BatchInfo` of the batch, or None for the position before the first one.
@@ -439,7 +439,7 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved position in the data. The next iteration continues with the sample after it.
+        """Restore a position in the data from a checkpoint. The next iteration continues with the following sample.
 
         Args:
             state: Dict from `state_dict`, from a run with any number of processes and workers.
@@ -465,7 +465,7 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """Return how many of the user's batches precede a position, even if the batch size has changed since."""
+        """Return how many of the user's batches precede a position. The batch size may differ from the saved run's."""
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
@@ -475,7 +475,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def consumed_batches(self) -> int:
-        """Number of batches that this process has consumed in the current epoch, or in the one to be resumed."""
+        """Number of batches that this process has consumed in its current epoch, or skips when it resumes one."""
         if self._expects_next:
             return 0
         if self._resume is not None:
@@ -492,13 +492,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Number of real samples of all processes in the epoch's last step. -1 before that step, or if unknown."""
+        """Number of real samples in the epoch's last step, over all processes. -1 in earlier steps or if unknown."""
         info = self.current
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 
     @property
     def is_shared(self) -> bool:
-        """True if the processes share the loader's data. False if each process reads all of its own loader."""
+        """True if the loader's data is divided among processes. False if each process reads the whole loader."""
         return self._layout.shard.count > 1
 
     @property

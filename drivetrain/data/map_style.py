@@ -48,7 +48,7 @@ def gathered(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
-    """Select rows of a tensor by index, and copy them to pinned memory if the tensor is on the CPU.
+    """Select rows of a tensor by index. From a CPU tensor, they are copied to pinned memory, for fast transfers.
 
     torch reuses freed pinned memory only after all copies from it to a device have finished, so no buffer is
     overwritten during a copy.
@@ -67,7 +67,7 @@ def can_pin() -> bool:
 
 
 class WholeBatches(Dataset[Any]):
-    """Dataset that returns collated batches, read from a `TensorDataset` at once instead of sample by sample.
+    """Dataset whose items are collated batches. A `TensorDataset` is indexed once per batch, not once per sample.
 
     The user's dataset is inspected for each batch, because it may change between batches.
     """
@@ -96,17 +96,14 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return True if a dataset is torch's own `TensorDataset`, or a `Subset` of one.
-
-    Such a dataset can be read batch by batch instead of sample by sample.
-    """
+    """Return True if whole batches of a dataset can be read at once, as from torch's `TensorDataset`."""
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Return a collated batch by indexing the tensors of a `TensorDataset`. Return None for other datasets."""
+    """Return a batch of a `TensorDataset` by indexing its tensors once. None if the dataset is of another kind."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -145,7 +142,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """Batch sampler whose iterator comes from the function `begin`, which is replaced for each epoch."""
+    """Batch sampler that takes its batches from the function `begin`, which is replaced before each epoch."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -155,7 +152,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Reader of a map-style dataset. It shards the user's sampler, and reads samples with a DataLoader."""
+    """Reader of a map-style dataset. It shards the user's sampler, and reads the samples with a DataLoader."""
 
     def __init__(
         self,
@@ -276,7 +273,7 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read the first batches of an epoch and count their rows, because padding is made from them."""
+        """Read the first batches of an epoch and count their rows. The epoch's last batches are padded with them."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -301,7 +298,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Draw the order of the epoch from a recorded random state instead of the current one.
+        """Begin an epoch with the random state in `start`, so that the sampler draws the order that it drew before.
 
         Returns a function to call at the end, and the epoch's first samples if the position is after them.
         """
@@ -347,7 +344,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Converter from batches of indices to the requests with which this process reads its dataset.
+    """Converter of a sampler's batches to the indices that this process requests from its dataset.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
@@ -367,7 +364,7 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Yield the requests with which this process reads its dataset. Append a `BatchInfo` for each to `infos`."""
+        """Yield the indices that this process reads, one item per batch, and add each `BatchInfo` to `infos`."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched
@@ -397,12 +394,12 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
 
 
 def _started(items: Iterator[Any]) -> Iterator[Any]:
-    """Read the first item now, so that a sampler draws its order. Return an iterator over all items."""
+    """Return an iterator after its first item has been read, because samplers draw their order with that item."""
     return chain(list(islice(items, 1)), items)
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Return the batches unchanged, after checking that all processes begin with equal indices."""
+    """Check that the sampler gives all processes the same first indices, and return its batches unchanged."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
@@ -416,7 +413,7 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Log that a user's `DistributedSampler` is used unchanged, and warn if it repeats samples."""
+    """Log that a user's `DistributedSampler` shards the data itself, and warn if it repeats samples."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

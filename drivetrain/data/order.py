@@ -134,11 +134,11 @@ class PermutationSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch. Before the first iteration, and after `set_epoch`, that of the next one."""
+        """Number of the current epoch, from 0. After `set_epoch`, the number of the next one."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration and `sampler[position]` use.
+        """Set the epoch, which determines the order of the next iteration and of `sampler[position]`.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -154,7 +154,7 @@ class PermutationSampler(Sampler[int]):
         yield from self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Yield an epoch's indices from a position on, without computing the earlier ones.
+        """Yield the indices of an epoch from a position on, as when resuming, without computing earlier ones.
 
         Args:
             position: Number of samples to skip, from 0 to the length.
@@ -240,7 +240,7 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Position in an epoch at which an iteration begins.
+    """Position in an epoch at which an iteration begins, with the random state that gives the epoch's order.
 
     Attributes:
         batches: Number of the user's batches before the position.
@@ -258,7 +258,7 @@ class Position:
 
 
 class IndexOrder:
-    """Order in which a map-style loader reads its samples: batches of indices from the user's sampler."""
+    """Order in which a map-style dataset is read: the user's sampler as a sequence of batches of indices."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batched = loader.batch_sampler is not None
@@ -277,7 +277,7 @@ class IndexOrder:
 
     @property
     def source(self) -> Any:
-        """The loader's batch sampler, or its sampler if the loader has no batch sampler."""
+        """The sampler that determines the order: the loader's batch sampler, or its sampler if there is none."""
         return self.batch_sampler if self.batched else self.sampler
 
     @property
@@ -286,7 +286,7 @@ class IndexOrder:
 
     @property
     def draws_at_once(self) -> bool:
-        """True if the sampler draws all its random numbers before it gives its first index."""
+        """True if the sampler draws all its random numbers before its first index, as `RandomSampler` does."""
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE
@@ -298,14 +298,14 @@ class IndexOrder:
 
     @property
     def distributed_sampler(self) -> DistributedSampler[Any] | None:
-        """The user's `DistributedSampler`, or None if the loader has another sampler."""
+        """The `DistributedSampler` that the user has given to the loader, or None."""
         return next((each for each in (self.sampler, self.source) if isinstance(each, DistributedSampler)), None)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the length that the sampler reports, or None to find the last batch by reading one ahead.
+        """Return the sampler's length. None means that the last batch is recognized by reading one batch ahead.
 
         Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """
@@ -317,7 +317,7 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Warn if the epoch has ended at another number of batches than the sampler's length says."""
+        """Warn if an epoch had more or fewer batches than the length of its sampler promises."""
         if batches and not was_last:
             logger.warning_once(
                 "%s has a length of %d batches, but gave %d. In this epoch the last batch was therefore not recognised "
@@ -329,17 +329,17 @@ class IndexOrder:
             self._length_is_wrong = True
 
     def plain_iterator(self) -> Iterator[Any]:
-        """Return an iterator over the sampler, created in the way in which torch's DataLoader creates it."""
+        """Return an iterator over the user's sampler, created exactly as torch's DataLoader does."""
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over lists of indices. Without a batch sampler, each index gets its own list."""
+        """Return an iterator over batches of indices. Without batching, each batch is a list of one index."""
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Skip the samples before a position. Return the other batches, the first samples and the number skipped.
+        """Skip samples before a position. Returns the remaining batches, the first samples and the number skipped.
 
         Samplers with random access do not compute the skipped indices.
         """
@@ -361,7 +361,7 @@ class IndexOrder:
 def _skip_indices(
     sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
 ) -> tuple[Iterator[Any], list[Any]]:
-    """Return the indices after the first `skipped` ones, and a list of the first `keep` indices of the epoch."""
+    """Skip a sampler's first `skipped` indices. Returns the others, and a list of the first `keep` indices."""
     if type(sampler) is PermutationSampler:
         rest = sampler.iterate_from(skipped)
         following = list(islice(rest, 1))  # reading the first index begins the epoch
@@ -379,7 +379,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip batches before a position. Return the other batches, the first samples and the number skipped."""
+    """Skip batches before a position. Returns the others, the epoch's first samples and the number skipped."""
     head = Head([], [])
     skipped = count = 0
 
@@ -408,7 +408,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Helper that seeds a `RandomSampler` in each epoch with a fixed seed plus the number of the epoch."""
+    """Wrapper of a `RandomSampler` that seeds it in each epoch, with a fixed seed plus the epoch's number."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self._seed = seed

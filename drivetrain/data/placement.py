@@ -19,7 +19,7 @@ Place = Callable[[Any], Any]
 
 
 class SideStreamPlacement:
-    """Callable that copies batches to the device on a side stream, so that copies overlap with computation.
+    """Callable that copies batches to the device on a side stream, while earlier batches are being processed.
 
     The host never waits. A copy runs beside the kernels of the previous batch, and kernels queued after `receive` wait
     for it. Copies overlap only if host memory is pinned and the placing function uses `non_blocking=True`.
@@ -44,7 +44,7 @@ class SideStreamPlacement:
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Make the current stream wait until a sent batch has been copied, and return the batch."""
+        """Return a batch that `send` copies to the device. Kernels queued from now on wait for the copy."""
         current = self._kind.current_stream()
         if current is not None:
             current.wait_stream(self._stream)
@@ -63,14 +63,14 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Return a function that copies batches on a side stream, or `place` itself if the device has no streams."""
+    """Return a function that copies batches on a side stream, or `place` if the device has no streams."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
 
 
 def sends_ahead(place: Place | None) -> bool:
-    """Return True if the next batch may be copied to the device while the current one is being processed."""
+    """Return True if `place` may copy the next batch to the device while the current one is being processed."""
     return isinstance(place, SideStreamPlacement) and place.sends_ahead
 
 
@@ -78,7 +78,7 @@ _ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
 
 
 class PendingBatch:
-    """Batch on the host that moves to the device when it is first used, or earlier if it is sent ahead.
+    """Batch on the host that moves to the device when it is first used, or earlier if `send` is called.
 
     Args:
         batch: The batch on the host.
@@ -110,7 +110,7 @@ class PendingBatch:
 
     @property
     def is_missing(self) -> bool:
-        """True if there is no data, as for a loader of a `CombinedLoader` that has already ended."""
+        """True if the batch has no data, as for a loader of a `CombinedLoader` that has already ended."""
         return self._batch is None
 
     @property
@@ -118,7 +118,7 @@ class PendingBatch:
         return self._state == _RELEASED
 
     def take(self) -> Any:
-        """Move the batch to the device if needed, and return it. Then start copying the following batch.
+        """Return the batch on the device, moving it there if necessary. Then start copying the following batch.
 
         Release the previous batch first, so that at most two batches are on the device.
         """
@@ -136,7 +136,7 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Link the batch that follows. Its copy to the device starts as soon as this batch is used.
+        """Set the batch that follows. It is copied to the device as soon as the present batch is used.
 
         Args:
             following: The batch that was read after this one.
@@ -144,7 +144,7 @@ class PendingBatch:
         self._following = following
 
     def send(self) -> None:
-        """Start copying the batch to the device, unless this has been done already."""
+        """Start copying the batch to the device, unless that has already been done."""
         if self._state == _ON_HOST:
             self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
             self._state = _SENT
@@ -158,7 +158,7 @@ class PendingBatch:
 
 
 class PendingParts(PendingBatch):
-    """Batch of a `CombinedLoader` with one part per loader. The parts move to the device on first use."""
+    """Pending batch of a `CombinedLoader`. The parts of all its loaders move to the device on first use."""
 
     __slots__ = ("_arranged", "_parts")
 
@@ -179,7 +179,7 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Wrap batches in `PendingBatch` objects, linked so that the next one can be copied ahead."""
+    """Wrap batches as `PendingBatch` objects, and link each to the next so that this one can be copied early."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)
@@ -203,7 +203,7 @@ def _nothing() -> None:
 
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield items with a delay of one, so that the next item has always been read already."""
+    """Yield items one step late: when an item is yielded, the following one has already been read."""
     held: list[Item] = []  # never holds the latest yielded item, so that it can be freed
     for item in items:
         held.append(item)

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class SkippingLoader(DataLoader[Any]):
-    """View of a prepared loader without its first batches; created by `skip_first_batches`.
+    """View of a prepared loader that leaves out its first batches, as returned by `skip_first_batches`.
 
     It has no own state. The epoch, the position and all attributes are those of the prepared loader. An epoch that is
     resumed through the view therefore counts as that loader's epoch.

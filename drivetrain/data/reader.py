@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Result of `Reader.open`: the batches of one iteration, and a function to call at its end.
+    """Iteration that `Reader.open` has started: its batches, and a function to call at its end.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.
@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 class Reader(Protocol):
-    """Protocol of objects that read one process's share of a user's loader.
+    """Protocol of objects that read the batches of one process from a user's loader.
 
     Attributes:
         layout: How batches are shared between processes. It may be changed between iterations.
@@ -54,23 +54,23 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """True if processes whose loaders are equally long always get equally many batches."""
+        """True if all processes get equally many batches whenever their loaders are equally long."""
         ...
 
     @property
     def reads_ahead(self) -> bool:
-        """True if the next batch may be read before the current one is processed, without changing a result.
+        """True if reading the next batch before the current one is processed cannot change any result.
 
         This is the case if workers read ahead anyway and the whole order is already drawn.
         """
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch at a position, and return its batches."""
+        """Start reading an epoch at a position. The returned object holds the batches of the iteration."""
         ...
 
     def restart(self) -> None:
-        """Discard persistent workers and earlier state, so that the next iteration is like the first one."""
+        """End persistent workers and forget earlier iterations, so that the next one is like that of a new loader."""
         ...
 
     def __len__(self) -> int:
@@ -105,12 +105,12 @@ def is_split_already(loader: Any) -> bool:
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """Return an iterator that ends at `limit` items, counting `skipped` earlier ones. None means no limit."""
+    """Return an iterator over at most `limit` items, counting `skipped` earlier ones. None means no limit."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Read the first item. Return it in a list, which is empty if there is none, and an iterator over all items.
+    """Start an iterator. Returns its first item in a list (empty if there is none), and an iterator over all items.
 
     The iterator keeps no reference to items that it has yielded.
     """
@@ -129,7 +129,7 @@ def smallest_known(*lengths: int | None) -> int | None:
 
 
 def last_rows(loader: Any) -> int | None:
-    """Return the number of rows in the last batch of a loader, or None if it cannot be computed."""
+    """Return how many rows the last batch of a loader will have, or None if this cannot be computed in advance."""
     if isinstance(loader, (list, tuple)):
         return batch_size_or_none(loader[-1]) if loader else None
     batches = getattr(loader, "batch_sampler", None)
@@ -150,7 +150,7 @@ def do_nothing() -> None: ...
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader over another dataset, with the options of a given loader except for `changes`."""
+    """Return a DataLoader with the options of a given one, but another dataset. `changes` overrides options."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -170,7 +170,7 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Set the numbers of rows in each `BatchInfo` by counting the rows of the batch.
+    """Yield batches after counting their rows. The numbers are stored in the `BatchInfo` of each batch.
 
     A padding batch without countable rows counts as one row.
     """

@@ -57,7 +57,7 @@ def is_deterministic_collate(collate_fn: Any) -> bool:
 
 
 def key_of(index: Any) -> int:
-    """Return an integer for an index of any type, equal in every process, from which a sample is seeded."""
+    """Return an integer for a dataset index of any type, equal in all processes, to seed reading the sample."""
     try:
         return operator.index(index)
     except TypeError:
@@ -70,7 +70,7 @@ def as_is(batch: Any) -> Any:
 
 
 class SeededBatches(Dataset[Any]):
-    """Dataset that reads and collates whole batches, with the generators seeded for each sample.
+    """Dataset that reads and collates whole batches. It seeds the random generators before each sample.
 
     It is indexed with `(epoch, indices)`, because persistent workers hold a copy that `set_epoch` cannot reach. In the
     main process the global generators are restored afterwards.
@@ -161,7 +161,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Read the samples of the first batch, and record which generators reading a sample uses."""
+        """Read and return the samples of the first batch, and record which global random generators this uses."""
         drawn: list[str] = []
         samples = []
         for index in indices:
@@ -181,7 +181,7 @@ def collate_seed(seed: int, epoch: int, key: int) -> int:
 
 
 class ShowUsersDataset:
-    """Function for `worker_init_fn` that makes `get_worker_info().dataset` return the user's dataset."""
+    """Callable for `worker_init_fn` that makes `get_worker_info().dataset` return the user's dataset."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn

@@ -33,7 +33,7 @@ _UNREAD: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows that one process takes in a step: some rows of one batch, followed by padding rows.
+    """Rows that one process takes in a step: a range of rows of one batch, followed by padding rows.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Rules for sharing a loader's batches between processes.
+    """Rules for dividing batches among processes, including what happens at the end of an epoch.
 
     Attributes:
         shard: Part of the data that this process reads.
@@ -94,7 +94,7 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """First samples of an epoch, kept because the padding at the end of the epoch is made from them.
+    """First samples of an epoch, which are needed again as padding for its last batches.
 
     Attributes:
         samples: The samples.
@@ -108,7 +108,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Choose the rows that one process takes from the batches of a step. Return None for a process without rows."""
+    """Choose the rows that one process takes from the batches of a step. Returns None if no rows are left for it."""
     if not all(sizes):
         raise DataError(
             "The batch sampler gave an empty batch, which cannot be shared between processes. Every batch must have "
@@ -135,7 +135,7 @@ def plan_share(
 
 
 def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: bool) -> Share | None:
-    """Choose the rows that one process takes from a batch that all processes share. Return None for no rows."""
+    """Choose the rows that one process takes from a batch that is split over all. None if no rows are left."""
     count = layout.shard.count
     if layout.tail is TailPolicy.COMPLETE:
         target = max(layout.batch_size or 0, size) if final else size
@@ -154,7 +154,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Yield each item with a flag that is True for the last item."""
+    """Yield each item with a flag that tells whether it is the last one."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
@@ -179,7 +179,7 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield the batches that one process takes from those of all processes, each with its `BatchInfo`.
+    """Divide batches among processes. Yield the batches of this process, each with its `BatchInfo`.
 
     A single process gets the given batch objects themselves.
     """
@@ -213,10 +213,7 @@ def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
 def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield this process's batch of each step, with its `BatchInfo`. Used for two or more processes.
-
-    With `TailPolicy.UNEVEN`, `last` refers to the group of all processes.
-    """
+    # With `TailPolicy.UNEVEN`, the `last` of a `BatchInfo` refers to the group of all processes.
     groups = _groups(batches, layout)
     full = layout.batch_size or 0
     for group, final in ((group, False) for group in groups) if streaming else with_last(groups):
@@ -250,7 +247,7 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Yield lists with the items of one step. A short last list is left out if `layout.drop_last` is set."""
+    """Group items into steps of one item per process. `layout.drop_last` leaves out a short last group."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -264,7 +261,7 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Build the batch of one process from the collated batches of a step, with padding rows if planned."""
+    """Build the batch of one process: the rows in `share`, padded with rows of the epoch's first batches."""
     # A batch of padding only is the first batch of the epoch.
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
@@ -286,11 +283,11 @@ def share_of_batches(
 
 
 class OtherForm(Exception):
-    """Exception for batches whose rows cannot be combined because shapes, keys or lengths differ."""
+    """Error for batches whose rows cannot be combined, because their shapes, keys or lengths differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
-    """Build a batch from selected rows of several batches with an equal structure.
+    """Build a batch from selected rows of several batches. `picks` numbers the rows of all batches in order.
 
     Tensors, NumPy arrays and lists are columns if they are as long as their batch has rows. All other values are taken
     unchanged from the last batch.
@@ -337,7 +334,7 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
-    """Return True if the sequences hold one value per row, and False if they hold the fields of a batch."""
+    """Return True if lists in batches hold one value per row, as labels do, and not the fields of a batch."""
     if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
         return False
     if len(set(counts)) > 1:  # the number of parts would not change with the number of rows
@@ -361,7 +358,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Pad short batches by repeating their rows. Used for devices that compile one graph per shape."""
+    """Pad short batches by repeating rows, for devices that compile a new graph for each batch size."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -400,7 +397,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches, and raise an error in a step in which only some of the processes have a batch.
+    """Yield batches, and raise an error if some processes run out of batches before the others.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -423,7 +420,7 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def digest_of(samples: Any) -> str:
-    """Return a hash of samples, with which processes check that they have read equal samples.
+    """Return a hash of samples, with which processes can check that they have read equal samples.
 
     For objects of unknown classes, it covers the bytes (`tobytes`, as for images) or the attributes.
     """
@@ -457,7 +454,7 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Raise an error if the processes read different samples from an iterable dataset.
+    """Raise an error if processes read different samples of an iterable dataset, as when it shards itself.
 
     Sharding such a dataset again would lose data. All processes must call the function.
     """
@@ -501,7 +498,7 @@ def check_same_dataset(dataset: Any) -> None:
 
 
 def _indices_of(dataset: Any) -> Any:
-    """Return the indices of a `Subset`, also a nested one, into the full dataset. None for other datasets."""
+    """Return the indices of a possibly nested `Subset` in the full dataset. None for other datasets."""
     indices = None
     while isinstance(dataset, Subset):
         own = np.asarray(dataset.indices)
@@ -539,7 +536,7 @@ def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Add to each `BatchInfo` the number of real rows that all processes together have in the step.
+    """Complete each `BatchInfo` with the number of real rows that all processes have together in the step.
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """

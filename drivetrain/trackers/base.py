@@ -76,7 +76,7 @@ class Tracker(ABC):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        """Create a tracker for a run that selects it by name, such as `logger="csv"`.
+        """Create the tracker of a run whose Trainer selects it by name, such as `logger="csv"`.
 
         Args:
             save_dir: The root directory of the run.
@@ -198,20 +198,20 @@ class Tracker(ABC):
         return kept
 
     def save(self) -> None:
-        """Write all values logged so far to disk, or send them to the tracker's server."""
+        """Flush all values logged so far, to disk or to the tracker's server."""
 
     def finish(self) -> None:
         """Write all remaining values and close the tracker's run. Logging further values opens the run again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tracker's state for a checkpoint, so that a resumed run can continue the same tracker run.
+        """Return what a checkpoint stores so that a resumed run can continue this tracker's run, such as its ID.
 
         Called on the main process for each checkpoint. All values logged before must be on disk when it returns.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the tracker run whose state a checkpoint holds. Values logged after that checkpoint are removed.
+        """Continue the tracker run that a checkpoint describes, and remove values logged after that checkpoint.
 
         Called on the main process, before anything is logged.
 
@@ -266,7 +266,7 @@ class Tracker(ABC):
         self.finish()
 
     def record_end(self, status: str, message: str) -> None:
-        """Tell the tracker how the run ended. The default calls `finalize`. Override it to translate the status.
+        """Tell the tracker how the run ended. Override this method to report the status in the service's own terms.
 
         Args:
             status: The status of the run, as for `finalize`.
@@ -276,7 +276,7 @@ class Tracker(ABC):
 
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-    """Log values with the tracker's `log_metrics` if a subclass overrides that method, else with `log`."""
+    """Log values with a tracker's `log_metrics` if its class overrides that method, else with its `log`."""
     # A user's class may override either name. The inherited `log_metrics` calls `log`.
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
@@ -420,7 +420,7 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Create the tracker for a run with a project name. The directory is passed only if the tracker requires one.
+        """Create the tracker of a run that selects it by name. It receives the project, and a directory if required.
 
         Args:
             save_dir: The root directory of the run.
@@ -512,7 +512,7 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
 
 
 class Losses:
-    """Counter of values that a tracker failed to write. Each cause is logged as a warning only once.
+    """Counter of values that a tracker could not write. It warns once for each cause.
 
     Attributes:
         owner: The name of the tracker, for messages.
@@ -529,7 +529,7 @@ class Losses:
 
     @property
     def total(self) -> int:
-        """The number of values that could not be written since the tracker was created."""
+        """The total number of values that the tracker could not write."""
         return self._total
 
     def count_given(self, values: int) -> None:
@@ -566,7 +566,7 @@ def first_line(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the final status of a run and the first line of its error. Without an error, the run is completed."""
+    """Return the final status of a run, such as `"failed"`, and its error's first line, which may be empty."""
     if error is None:
         return COMPLETED, ""
     return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)

@@ -161,7 +161,7 @@ class CSVLogger(DirectoryTracker):
 
 
 def _same_step(last: Row, new: Row) -> bool:
-    """Return True if new values can be added to the last row: it has the same step, and nothing is overwritten.
+    """Return True if new values fit into the CSV file's last row: same step, and no value is overwritten.
 
     The epoch may differ, since values logged at the start of an epoch have the last step of the previous epoch.
     """
@@ -250,7 +250,7 @@ def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
 
 
 def _cut_table(path: Path, columns: list[str], limit: int) -> int:
-    """Shorten a CSV file to its first `limit` rows and the given columns. Returns the number of remaining rows."""
+    """Cut a CSV file to the rows and columns from which a resumed run continues. Returns the number of rows."""
     if not columns:
         path.unlink(missing_ok=True)
         return 0

@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """The path of this run's directory. The directory itself is created only when something is written."""
+        """The path of this run's directory, which is created only when something is written."""
         version = self.version
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
@@ -132,7 +132,7 @@ class RunDirectory:
             return number
 
     def release(self) -> None:
-        """Remove the run's directory if it is empty, so that runs that log nothing leave no trace."""
+        """Remove this run's directory if it is empty, so that a run that logs nothing leaves no trace."""
         if self._remove_empty is not None and self._remove_empty():
             self._is_free_again = True
 

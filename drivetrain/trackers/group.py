@@ -63,7 +63,7 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Add a call to the queue. Returns False if the queue is full. With `always=True`, the limit does not apply."""
+        """Queue a call for the background thread. Returns False if the queue is full, unless `always` is True."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False
@@ -83,7 +83,7 @@ class CallQueue:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Discard all waiting calls, and end the thread after the running one. Returns the number of lost values."""
+        """Discard all queued calls, and let the background thread end. Returns how many values are lost."""
         with self._changed:
             # A call that hangs keeps the old queue and its thread. New calls get a new queue, so they are not
             # blocked.
@@ -382,7 +382,7 @@ class BackgroundTracker(Tracker):
         return taken
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Execute a call on the background thread and return its result, or None if it fails or takes too long."""
+        """Execute a call on the background thread and wait for its result. None if it fails or takes too long."""
         found: list[Any] = []
         done = threading.Event()
 
@@ -475,12 +475,12 @@ class TrackerGroup:
 
     @property
     def writes_here(self) -> bool:
-        """True if at least one tracker is called on this process."""
+        """True if at least one tracker logs on this process. Most trackers log on the main process only."""
         return any(self._is_called(tracker) for tracker in self._writers)
 
     @property
     def keeps_values(self) -> bool:
-        """True if the run has a tracker at all, on this or on another process."""
+        """True if logged values are stored anywhere: by a tracker on any process, or for the run report."""
         return bool(self.trackers) or self.recorder is not None
 
     @property
@@ -488,7 +488,7 @@ class TrackerGroup:
         return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
 
     def record_with(self, recorder: Tracker | None) -> None:
-        """Set the extra tracker that stores values for the run report, or None to remove it."""
+        """Set an additional tracker that stores logged values for the run report. None removes it."""
         self.recorder = recorder
 
     @property
@@ -501,7 +501,7 @@ class TrackerGroup:
     # start of the run
 
     def start(self) -> None:
-        """Import the packages of all trackers, and open the runs of the trackers that use a background thread."""
+        """Import all trackers' packages, and open the runs of those trackers that use a background thread."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
@@ -612,7 +612,7 @@ class TrackerGroup:
     # single trackers
 
     def get(self, name: str) -> Tracker:
-        """Return the run's tracker with the given name. Processes that do not log get one that ignores every call.
+        """Return the run's tracker with this name. On processes that do not log, its methods do nothing.
 
         Raises `ConfigurationError` if the run has no tracker with this name.
         """

@@ -98,7 +98,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """Line of the index file, which describes one run.
+    """Run as listed in the index file of a log directory, with its path, name and command.
 
     Attributes:
         when: The time when the run started or was last resumed, as text.

@@ -158,7 +158,7 @@ class _MLFlowRun(PackageRun):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock a local SQLite database, since MLflow 3.17 creates the tables of a new one without a lock."""
+        """Lock a local SQLite database, so that several runs do not create MLflow's tables in it at the same time."""
         _, is_sqlite, path = self._uri.partition("sqlite:///")
         if not is_sqlite:
             yield
@@ -271,5 +271,5 @@ class _MLFlowRun(PackageRun):
 
 
 def _valid(name: str) -> str:
-    """Replace characters that MLflow does not allow in the names of metrics and parameters by `_`."""
+    """Return a metric or parameter name in which characters that MLflow does not allow are replaced by `_`."""
     return "".join(each if each.isalnum() or each in "_-. /:" else "_" for each in name)

@@ -100,7 +100,7 @@ def resolve_trackers(
     name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
-    """Return the trackers that a `logger` or `log_with` argument selects, by name or as objects.
+    """Return the tracker objects that a `logger` or `log_with` argument contains or names.
 
     Trackers that write files into the same directory, and have no version, share one version. All files of a run are
     then in the same folder.

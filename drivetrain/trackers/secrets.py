@@ -72,7 +72,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _covered(value: Any) -> Any:
-    """Return `<hidden>` in place of a secret's value. Numbers, booleans, None and empty texts stay unchanged."""
+    """Return `<hidden>` in place of a secret value. Numbers, booleans, None and empty texts stay unchanged."""
     if value is None or isinstance(value, (bool, int, float)) or value in ("", HIDDEN):
         return value
     return HIDDEN

@@ -46,7 +46,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Return True if the script and its command line contain no secrets, so that a tracker may record them."""
+    """Return False and warn if the script or its command line contains a secret that a tracker would record."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
@@ -111,7 +111,7 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the package's run and assign it to `_run`. Returns a path or URL to list in the index, or None."""
+        """Open the package's run and store it in `_run`. Returns the run's path or URL for the index, or None."""
         raise NotImplementedError
 
     def start(self) -> None:

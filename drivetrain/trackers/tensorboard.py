@@ -116,7 +116,7 @@ class TensorBoardLogger(DirectoryTracker):
             file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Log values of one step: numbers as curves, a dict of numbers as one chart, and strings as text.
+        """Log values of one step: a number as a curve, a dict of numbers as one chart, and a string as text.
 
         Args:
             values: A dict from name to value.

@@ -107,7 +107,7 @@ class _TrackioRun(PackageRun):
         return f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0] if server else where
 
     def _check_space(self) -> None:
-        """Raise `TrackerError` without a Hugging Face token or connection. Trackio would retry for a long time."""
+        """Raise `TrackerError` if a Hugging Face token or connection is missing, instead of retrying for minutes."""
         import huggingface_hub
 
         if not huggingface_hub.get_token():

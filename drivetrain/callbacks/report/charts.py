@@ -23,7 +23,7 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """Speed, memory use and breakdown of time of one process, measured over a few seconds of training.
+    """Measurements of one process over a few seconds of training: speed, memory use and how time was spent.
 
     Attributes:
         time: The end of the stretch, in seconds since 1970.
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def busy(self) -> float:
-        """The fraction of time spent on training itself, not on validations, checkpoints or waiting for data."""
+        """The fraction of time that was not spent on waiting for data, on checkpoints or on evaluation."""
         return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
@@ -102,7 +102,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the performance samples of all ranks from a run's folder. Returns a dict by rank.
+    """Read the performance samples that all ranks have stored in a run's folder, such as speed and memory use.
 
     Returns a dict from rank to a description of its machine and its samples in order of time.
     """
@@ -152,7 +152,7 @@ _HIGHER_IS_BETTER = (
 
 @dataclass
 class Series:
-    """One curve of a chart in a run report, with its legend text and color.
+    """Curve of a chart in a run report, with its legend text and color.
 
     Attributes:
         name: The text in the legend.
@@ -192,7 +192,7 @@ class Chart:
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """Return the chart as a dict for the JavaScript of the page. All curves share one list of x values."""
+        """Return the chart as a dict from which the page's JavaScript draws it. All curves share the x values."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []
@@ -287,7 +287,7 @@ def sampled_charts(
 
 
 def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
-    """Return one stacked chart per rank that shows how its time was spent. The list is empty for one rank."""
+    """Return a chart per rank that shows how its time was spent during the run. Empty for a run with one rank."""
     charts = []
     for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
         times = times_of(samples)
@@ -324,7 +324,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Round a number to six digits, to keep the page small. NaN and infinity become None.
+    """Round a number to six digits for a smaller page. NaN and infinity, which JSON lacks, become None.
 
     Returns None for NaN and infinity, which JSON cannot represent.
     """

@@ -62,7 +62,7 @@ _HINT = (
 
 @dataclass
 class PageParts:
-    """Text content of a report page, without its charts. All of it is escaped, and empty parts are left out.
+    """Texts and tables of a report page, without its charts. They are escaped; empty ones are omitted.
 
     Attributes:
         title: The heading and the window title.
@@ -101,7 +101,7 @@ def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
 
 @cache
 def _shell() -> tuple[bytes, bytes]:
-    """Return the HTML before and after a page's content. It holds the styles and scripts, so a page is one file."""
+    """Return the HTML before and after a page's content, including styles and scripts, so that one file suffices."""
 
     def own(*names: str) -> str:
         return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
@@ -167,7 +167,7 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """Yield an empty HTML element for each chart, which the page's JavaScript fills."""
+    """Yield the HTML into which the page's JavaScript draws the charts: headings and empty elements."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
@@ -236,7 +236,7 @@ class RunPage:
 
     @property
     def samples(self) -> list[Sample]:
-        """The performance samples of the lowest rank, usually those of the main process."""
+        """The performance samples of the process with the lowest rank, usually the main process."""
         return next((samples for _, samples in self.lanes.values()), [])
 
     @property
@@ -256,7 +256,7 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write `report.html` into the folder of a run, replacing it atomically. Returns the path of the page."""
+    """Write the report page `report.html` of a run into its folder, and return the page's path."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -284,7 +284,7 @@ def page_of(run: RunPage) -> bytes:
 
 
 def name_of(place: Path) -> str:
-    """Return a run's display name, made from the last one or two parts of its path: `<name>/version_0`."""
+    """Return a short name for a run from the end of its path, such as `my_run/version_0`."""
     path = Path(os.path.abspath(place))
     return path.name if path.parent.name in ("", "drivetrain_logs") else f"{path.parent.name}/{path.name}"
 
@@ -330,7 +330,7 @@ def _figures(run: RunPage) -> Rows:
 
 
 def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """Return how the run's time was spent, as a list of label, percentage and color class."""
+    """Return how a run's time was spent, such as on forward passes: label, percentage and color of each part."""
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
         return []
@@ -557,7 +557,7 @@ class KnownRun:
 
     @property
     def state(self) -> str:
-        """The state of the run, such as `"running"`, `"finished"` or `"failed"`. Empty if there is no record."""
+        """The run's state, such as `"running"`, `"finished"` or `"failed"`. Empty without a record of the run."""
         return str(self.record.get("state", ""))
 
     @property

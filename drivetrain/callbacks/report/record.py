@@ -218,7 +218,7 @@ class Curve:
         return value, next(step for each, step in pairs if each == value)
 
     def thinned(self, most: int = _MOST_POINTS) -> Curve:
-        """Return a copy with about `most` points, which keeps the minimum and maximum of each section of the curve."""
+        """Return the curve with about `most` points, so that a page stays small. Minima and maxima stay visible."""
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
@@ -234,7 +234,7 @@ class Curve:
 
 @dataclass
 class RunValues:
-    """Values of all metrics that were logged in one run.
+    """All metric values that were logged in one run, with one curve for each metric.
 
     Attributes:
         curves: A dict from metric name to curve, in the order of first appearance.
@@ -245,7 +245,7 @@ class RunValues:
     epochs: dict[float, float] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
-        """Append a value to a metric's curve. A second value for the same step replaces the first one."""
+        """Add a logged value to a metric's curve. If the curve's last value has the same step, replace that value."""
         curve = self.curves.setdefault(name, Curve())
         if curve.steps and curve.steps[-1] == step:
             curve.values[-1] = value

@@ -111,7 +111,7 @@ def _randomness() -> dict[str, str]:
 
 
 def _of_groups(trainer: Trainer) -> dict[str, str]:
-    """Return the initial learning rates and weight decays of all parameter groups, as text by name."""
+    """Return the initial learning rates and weight decays of all optimizers, as text for the report."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     values = {
         "optimizer lr": [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group],

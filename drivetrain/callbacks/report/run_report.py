@@ -75,7 +75,7 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next report page should be written, or a negative number if it is overdue."""
+        """The seconds until the report page must be written again. Negative if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
@@ -94,7 +94,7 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write only `run.json`, so that the run is listed even if it is killed before the first page."""
+        """Write the first `run.json`, without a report page, so that even a run that is killed early is listed."""
         write_record(self._folder, self._record(RUNNING, ""))
         self._facts = None  # the validation loaders are created later
 
@@ -161,7 +161,7 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the earlier parts of a run that was stopped and resumed, from the `run.json` in its folder."""
+    """Return the earlier sessions of a run that was resumed: the times and outcomes in its existing `run.json`."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
@@ -203,7 +203,7 @@ class RunSampler:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next sample should be taken, or a negative number if it is overdue."""
+        """The seconds until the next performance sample must be taken. Negative if it is overdue."""
         now = time.monotonic()
         return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
 
@@ -255,7 +255,7 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """Stop the thread. If the function is running, wait up to `seconds` for it to return."""
+        """End the background thread. If its function is just being called, wait up to `seconds` for it to return."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -274,7 +274,7 @@ _LONGEST = 2000
 
 
 class WarningLog(logging.Handler):
-    """Log handler that collects warnings for the run report. Every warning is still displayed as usual.
+    """Log handler that collects warnings for the run report, in addition to their usual output.
 
     Attributes:
         found: A list of time, step, text and count of each warning.
@@ -451,12 +451,7 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Take a sample and write a report page if they are due. Returns the seconds until the next call.
-
-        Runs in the background thread.
-
-        Called in the thread of the clock. Returns the seconds until the next call.
-        """
+        """Record performance and write the report page, if due. Returns the seconds until the next call is needed."""
         sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
             return _NOTHING_TO_DO
@@ -516,7 +511,7 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """Return the tracker whose folder receives the report, or None. A CSV tracker is preferred.
+    """Return the tracker into whose folder the run report is written, or None. A CSV tracker is preferred.
 
     None if there is none.
     """
@@ -530,7 +525,7 @@ def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
 
 
 def _record_without_tracker(trainer: Trainer) -> None:
-    """Let the run report store values in a CSV table if none of the Trainer's trackers writes files."""
+    """Store values in a CSV table for the run report if none of the Trainer's trackers writes files."""
     group, root = trainer.tracker_group, trainer.default_root_dir
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)
