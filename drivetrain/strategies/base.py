@@ -69,6 +69,10 @@ def move_in_place(
                 if id(buffer) not in moved:
                     moved[id(buffer)] = buffer.to(device)
                 module._buffers[name] = moved[id(buffer)]
+    for module in model.modules():
+        if type(module)._apply is not nn.Module._apply:
+            # The metrics of torchmetrics move their state here, which is neither parameters nor buffers.
+            module._apply(lambda tensor: tensor.to(device) if moves(tensor) else tensor)
     return model
 
 

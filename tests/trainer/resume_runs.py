@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from drivetrain import Callback, CombinedLoader, CSVLogger, PermutationSampler, Task, Trainer, set_seed
+from tests.pool import device
 
 SAMPLES, CLASSES = 48, 3
 
@@ -233,7 +234,7 @@ def run(
     if moment is not None:
         all_callbacks.append(BreakOff(moment, step, path))
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=device(),
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         val_check_interval=interval,
