@@ -93,7 +93,7 @@ class Average(Callback):
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         for name, value in task.named_parameters():
-            old = self.weights.get(name, value.detach())
+            old = self.weights.get(name, value.detach()).to(value.device)  # from a checkpoint it comes on the CPU
             self.weights[name] = 0.9 * old + 0.1 * value.detach()
 
     def state_dict(self):

@@ -176,18 +176,20 @@ class LoggedValue:
         values, weights = _stack(self._pending), self._weights
         self._pending, self._weights = [], []
         self.weight += sum(weights)
+        # A total from a checkpoint is on the CPU, and a task may log from another device than before.
+        total = None if self.total is None else self.total.to(values.device)
         if callable(self.reduction):
             part: Any = values
-            self.total = part if self.total is None else torch.cat([self.total, part])
+            self.total = part if total is None else torch.cat([total, part])
         elif self.reduction in ("mean", "sum"):
             if self.reduction == "mean":
                 values = values * torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
             part = values.sum()
-            self.total = part if self.total is None else self.total + part
+            self.total = part if total is None else total + part
         else:
             pick = torch.amax if self.reduction == "max" else torch.amin
             part = pick(values, 0)
-            self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
+            self.total = part if total is None else pick(torch.stack([total, part]), 0)
 
     def mark(self) -> Mark:
         """Return a snapshot of this value, for a checkpoint that is saved after newer numbers were logged.
@@ -290,19 +292,20 @@ class EpochValue(NamedTuple):
 
 
 def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Convert values to Python floats, with a single transfer from the device for all tensors."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-    if tensors:
+    """Convert values to Python floats, with a single transfer from each device for all of its tensors."""
+    numbers: dict[str, Any] = dict(values)
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, {})[name] = value
+    for tensors in by_device.values():
         stacked = torch.stack([_wide(tensor.reshape(())) for tensor in tensors.values()])
         numbers.update(zip(tensors, stacked.tolist(), strict=True))
-    return {name: numbers[name] for name in values}
+    return numbers
 
 
 def _stack(values: list[Value]) -> Tensor:
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
-    if all(isinstance(value, Tensor) for value in values):
-        return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
     return torch.stack([_wide(_as_tensor(value).reshape(()).to(device)) for value in values])
 
 
@@ -1124,7 +1127,8 @@ def _combined(calls: Sequence[_Call]) -> Any:
     if len(calls) == 1 or not isinstance(calls[0].value, (Tensor, Number)):
         return calls[-1].value  # a metric accumulates all parts itself
     reduction = calls[0].arguments[_REDUCTION]
-    stacked = torch.stack([torch.as_tensor(call.value).reshape(()) for call in calls])
+    device = next((call.value.device for call in calls if isinstance(call.value, Tensor)), None)
+    stacked = torch.stack([torch.as_tensor(call.value, device=device).reshape(()) for call in calls])
     if reduction in ("sum", "max", "min"):
         return getattr(stacked, reduction)()
     weights = torch.tensor([call.rows for call in calls], dtype=torch.float32, device=stacked.device)
