@@ -110,6 +110,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._sends: list[Any] = []
 
     # What torch asks of a group
 
@@ -281,7 +282,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         def run(given: Any) -> None:
-            self._gloo.send([each.clone() for each in given], to, tag)  # who receives may come later
+            # Who receives may come later. Gloo's work owns the memory that it sends.
+            self._sends.append(self._gloo.send([each.clone() for each in given], to, tag))
 
         return self._call("send", tensors, [], run, tensors, tensors, compared=False)
 
@@ -292,6 +294,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._call("recv", [], tensors, run, tensors, tensors, compared=False)
 
     def barrier(self, opts: Any = None) -> Any:
+        while self._sends:
+            self._sends.pop().wait()
         return self._gloo.barrier()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
