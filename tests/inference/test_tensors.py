@@ -25,7 +25,7 @@ def test_a_tensor_goes_to_a_device_and_comes_back_with_a_value(name: str):
     before = whole.state_dict()[name].clone()
     set_module_tensor_to_device(whole, name, "meta")
     assert whole.state_dict()[name].is_meta
-    with pytest.raises(ConfigurationError, match=f"'{name}' is on the meta device.*Give value="):
+    with pytest.raises(ConfigurationError, match=f"'{name}' is on the meta device.*Pass value="):
         set_module_tensor_to_device(whole, name, "cpu")
     set_module_tensor_to_device(whole, name, "cpu", value=before)
     assert torch.equal(whole.state_dict()[name], before)

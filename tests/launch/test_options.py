@@ -17,7 +17,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_restarts": -1}, ["max_restarts is -1", "at least 0"]),
     ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps is 0", "at least 1"]),
     ({"monitor_interval": 0.0}, ["monitor_interval is 0.0", "more than 0"]),
-    ({"machine_rank": 1}, ["machine_rank is 1", "0 to 0", "its own rank"]),
+    ({"machine_rank": 1}, ["machine_rank is 1", "0 to 0", "a different rank"]),
     (
         {"machine_rank": 2, "num_machines": 2, "main_process_ip": "10.0.0.1"},
         ["machine_rank is 2", "num_machines=2", "0 to 1"],
@@ -33,7 +33,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_machines": "1:2"}, ["1:2", "main_process_ip"]),
     (
         {"num_machines": "1:2", "main_process_ip": "10.0.0.1", "rdzv_backend": "static"},
-        ["'1:2'", "needs a fixed number", "Leave rdzv_backend out"],
+        ["'1:2'", "needs a fixed number", "Remove rdzv_backend"],
     ),
     (
         {"num_machines": "1:2", "main_process_ip": "10.0.0.1", "num_processes": 3},
@@ -48,7 +48,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"tee": "4"}, ["'4'", "3 (both)"]),
     ({"gpu_ids": "0,x"}, ["'0,x'", '"all"']),
     ({"gpu_ids": "0,0"}, ["'0,0'", "different"]),
-    ({"gpu_ids": "0", "num_processes": 2}, ["names 1 device", "2 processes", "leave num_processes out"]),
+    ({"gpu_ids": "0", "num_processes": 2}, ["names 1 device", "2 processes", "remove num_processes"]),
     ({"gpu_ids": "0", "cpu": True}, ["cpu and gpu_ids contradict"]),
     ({"multi_gpu": True, "cpu": True}, ["cpu and multi_gpu contradict"]),
     ({"launcher": "rai"}, ["'rai'", "elastic", "Did you mean 'ray'?"]),
@@ -56,7 +56,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"launcher": "ray", "log_dir": "logs"}, ["log_dir is 'logs'", "launcher='ray'"]),
     (
         {"launcher": "ray", "num_machines": 2, "main_process_ip": "10.0.0.1"},
-        ["main_process_ip is '10.0.0.1'", "Ray chooses"],
+        ["main_process_ip is '10.0.0.1'", "Ray selects"],
     ),
     ({"module": True, "no_python": True}, ["module and no_python contradict"]),
 ]

@@ -148,7 +148,7 @@ def test_seeding_alone_leaves_determinism_as_it_is() -> None:
 
 def test_an_unknown_deterministic_mode_is_refused() -> None:
     before = torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ConfigurationError, match=r"True, False or 'warn', got 'always'"):
+    with pytest.raises(ConfigurationError, match=r"'always', but must be True, False or 'warn'"):
         set_seed(7, deterministic="always")  # type: ignore[arg-type]
     assert torch.are_deterministic_algorithms_enabled() is before
 
