@@ -57,7 +57,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     parsed = {as_device(device): parse_bytes(size) for device, size in max_memory.items()}
     negative = [device for device, size in parsed.items() if size < 0]
     if negative:
-        raise ConfigurationError(f"max_memory[{negative[0]!r}] is {parsed[negative[0]]}, but must not be negative.")
+        raise ConfigurationError(f"max_memory[{negative[0]!r}] is {parsed[negative[0]]} bytes. Use 0 or more.")
     absent = [device for device in parsed if device not in STORES and not device_exists(device)]
     if absent:
         logger.info(f"max_memory ignores devices that this machine does not have: {', '.join(map(str, absent))}.")

@@ -451,7 +451,7 @@ class LaunchOptions:
             limit = -1.0
         if not limit >= 0:
             raise ConfigurationError(
-                f"{HANG_TIMEOUT_VARIABLE} is {given!r}, but must be a number of seconds. 0 means no limit.",
+                f"{HANG_TIMEOUT_VARIABLE} is {given!r}, but must be a positive number of seconds, or 0.",
             )
         return limit
 
@@ -479,7 +479,7 @@ class LaunchOptions:
         for name, minimum in minimums.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
-                of_processes = " Leave it out for one process per accelerator, or one on the CPU."
+                of_processes = " Omit it for one process per accelerator, or one on the CPU."
                 hint = of_processes if name == "num_processes" else ""
                 raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
         for name in ("monitor_interval", "preemption_grace_period"):

@@ -219,10 +219,10 @@ def test_the_frozen_layers_follow_the_model_to_its_dtype_and_device_without_losi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 0}, r"QLoRA\(rank=0\): give 1 or more"),
+        ({"rank": 0}, r"rank is 0, but must be at least 1"),
         ({"dropout": 1.0}, r"must be at least 0 and less than 1"),
         ({"quantizer": "nf5"}, r"Unknown quantizer 'nf5'.*'nf4'"),
-        ({"backend": "pefft"}, r"QLoRA\(backend='pefft'\): give 'drivetrain' or 'peft'.*'peft'"),
+        ({"backend": "pefft"}, r"backend cannot be 'pefft'. Use 'drivetrain' or 'peft'.*'peft'"),
         ({"peft_options": {"use_rslora": True}}, r"needs backend='peft'. Set it, or remove peft_options"),
     ],
 )
