@@ -137,7 +137,7 @@ def describe_myself() -> dict[str, Any]:
     state.on_last_process(calls.append)("last")
     state.on_process(calls.append, process_index=1)("rank 1")
     state.on_process(process_index=2)(calls.append)("rank 2")
-    state.on_local_process(calls.append, local_process_index=1)("Local rank 1")
+    state.on_local_process(calls.append, local_process_index=1)("local rank 1")
     state.print("printed by", state.process_index)
     return {
         "index": (state.process_index, state.local_process_index, state.num_processes),
@@ -157,7 +157,7 @@ def test_each_of_three_processes_knows_its_place(capsys: pytest.CaptureFixture[s
     assert {each["type"] for each in (zero, one, two)} == {DistributedType.MULTI_CPU}
     assert {each["device"] for each in (zero, one, two)} == {("cpu", "gloo")}
     assert zero["calls"] == ["main", "local main"]
-    assert one["calls"] == ["rank 1", "Local rank 1"]
+    assert one["calls"] == ["rank 1", "local rank 1"]
     assert two["calls"] == ["last", "rank 2"]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("printed")]
     assert printed == ["printed by 0"]
