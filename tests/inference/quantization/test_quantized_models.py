@@ -289,7 +289,7 @@ def test_a_model_without_layers_to_quantise_is_refused() -> None:
 def test_a_weight_of_another_shape_is_refused_by_name(weights: Path) -> None:
     with init_empty_weights():
         other = Model(width=64)
-    with pytest.raises(CheckpointError, match=r"blocks.0.up.weight has shape \(256, 128\).*\(128, 64\)"):
+    with pytest.raises(CheckpointError, match=r"blocks.0.up.weight' has shape \(256, 128\).*\(128, 64\)"):
         quantize_model(other, "nf4", weights)
 
 
