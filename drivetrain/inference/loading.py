@@ -83,7 +83,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     missed = [name for name, place in places.items() if found[name] is None and place.is_parameter]
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
-        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near} Add it.")
+        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near} Add one.")
     check_single_device(model, device_map)
     rest = next(iter(parsed.values()), CPU)  # device maps may leave out buffers of the root module
     return {name: rest if where is None else where for name, where in found.items()}

@@ -515,7 +515,7 @@ def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -
             return int(config[name])
     if required:
         raise ConfigurationError(
-            f"{config} has none of {', '.join(_KEYS[what])}, so the key-value cache cannot be computed.",
+            f"The model's config.json has none of {', '.join(_KEYS[what])}, so the key-value cache cannot be computed.",
         )
     return 0
 

@@ -555,7 +555,7 @@ class LaunchOptions:
             if unused:
                 raise ConfigurationError(
                     f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray selects "
-                    f"the machines and devices. Remove one of the two.",
+                    "the machines and devices. Remove one of the two.",
                 )
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
