@@ -67,7 +67,7 @@ def test_every_integer_of_32_bits_is_a_seed(seed: Any) -> None:
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", None, True])
 def test_anything_else_is_refused_before_anything_is_seeded(seed: Any) -> None:
     state = random.getstate()
-    with pytest.raises(ConfigurationError, match=r"from 0 to 4294967295.*got"):
+    with pytest.raises(ConfigurationError, match=r"from 0 to 4294967295"):
         set_seed(seed)
     assert random.getstate() == state
     assert seeds.recorded_seed() is None
@@ -278,7 +278,7 @@ def test_a_state_survives_json() -> None:
 def test_a_state_dict_with_a_missing_part_is_refused() -> None:
     exported = RandomState.capture().state_dict()
     del exported["numpy"]["position"]
-    with pytest.raises(CheckpointError, match="no 'position'"):
+    with pytest.raises(CheckpointError, match="no key 'position'"):
         RandomState.from_state_dict(exported)
 
 
