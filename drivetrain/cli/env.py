@@ -134,7 +134,7 @@ def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
     try:
         content = load_yaml(file.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"The configuration file {str(file)!r} cannot be read: {error}") from error
+        raise ConfigurationError(f"Configuration file {str(file)!r} cannot be read: {error}") from error
     for name, value in _flattened(content):
         yield "Configuration file", name, value
     yield "Configuration file", "read from", str(file)

@@ -83,7 +83,7 @@ def _with_adapters(
     from drivetrain.runtime.errors import ConfigurationError
 
     if module is not None:
-        raise ConfigurationError("--base writes all weights of the base under its own names. Leave out --module.")
+        raise ConfigurationError("--base writes all weights of the base under the base's names. Omit --module.")
     return merge_adapters(checkpoint, base, output, max_shard_size, dtype=dtype, **options)
 
 
@@ -93,12 +93,12 @@ def _check_removable(checkpoint: str, output: str) -> None:
     source = Path(checkpoint)
     if not source.is_dir():
         raise ConfigurationError(
-            f"--remove-checkpoint-dir needs a local folder, but {checkpoint!r} is not one. Leave the flag out.",
+            f"--remove-checkpoint-dir needs a local folder, but {checkpoint!r} is not one. Omit the flag.",
         )
     if Path(output).resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(
-            f"--remove-checkpoint-dir would remove the weights too: {output!r} is inside {checkpoint!r}. Give another "
-            "output folder.",
+            f"--remove-checkpoint-dir would also remove the new weights, because the output folder {output!r} is "
+            f"inside {checkpoint!r}. Choose an output folder outside of the checkpoint.",
         )
 
 

@@ -78,8 +78,8 @@ def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
     parsed: dict[str, Any] = launch.make_context("drivetrain test", [*flags, "-m", _TRIAL]).params
     if parsed["script"] != _TRIAL:
         raise ConfigurationError(
-            f"drivetrain test runs a script of its own, but got {parsed['script']!r}. Give only flags of drivetrain "
-            "launch.",
+            f"drivetrain test runs a built-in script, and not {parsed['script']!r}. Pass only flags of "
+            "drivetrain launch.",
         )
     given = {name: value for name, value in parsed.items() if name in SETTINGS and value != ()}
     return collect(given, os.environ, parsed["config_file"]), parsed["dry_run"]

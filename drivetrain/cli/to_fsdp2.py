@@ -45,18 +45,18 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
     source = Path(config_file)
     if not source.is_file():
-        raise ConfigurationError(f"There is no configuration file {config_file!r}. Check the path.")
+        raise ConfigurationError(f"Configuration file {config_file!r} does not exist. Check the path.")
     if output_file is None and not overwrite:
-        raise ConfigurationError("Give --output_file, or --overwrite to replace the configuration file itself.")
+        raise ConfigurationError("Pass --output_file, or --overwrite to replace the configuration file itself.")
     target = Path(output_file or config_file)
     if target.exists() and not overwrite:
-        raise ConfigurationError(f"{str(target)!r} already exists. Give another --output_file, or --overwrite.")
+        raise ConfigurationError(f"{str(target)!r} already exists. Pass another --output_file, or --overwrite.")
     try:
         config = load_yaml(source.read_text())
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{config_file!r} is not YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigurationError(f"{config_file!r} contains no settings. Give a YAML file of `drivetrain config`.")
+        raise ConfigurationError(f"{config_file!r} contains no settings. Use a file written by `drivetrain config`.")
     converted, changes = convert(config)
     target.write_text(yaml.safe_dump(converted))
     for change in changes:
@@ -77,7 +77,7 @@ def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not old:
         raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.")
     if str(old.get("fsdp_version", 1)) == "2":
-        raise ConfigurationError("fsdp_version is 2 already. If the file has keys of version 1, set it to 1 first.")
+        raise ConfigurationError("fsdp_version is already 2. If the keys are of version 1, set fsdp_version to 1.")
     strategy, resharding = _strategy_of(old)
     if strategy == "NO_SHARD":
         return _unsharded(config)
@@ -134,7 +134,7 @@ def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
     if processes % machines:
         raise ConfigurationError(
-            f"num_processes is {processes}, which is not divisible by {machines} machines. Give a multiple.",
+            f"num_processes is {processes}, but must be divisible by num_machines, which is {machines}.",
         )
     prefix = "parallelism_config_"
     sizes = {

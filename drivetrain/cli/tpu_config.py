@@ -73,8 +73,8 @@ def tpu_config(
         return 0
     if shutil.which(gcloud[0]) is None:
         raise ConfigurationError(
-            "gcloud is not on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or "
-            "give --debug to print the command.",
+            "gcloud is not on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or pass "
+            "--debug to print the command.",
         )
     code = subprocess.run(gcloud, check=False).returncode
     click.echo("All workers ran the commands." if code == 0 else f"gcloud ended with exit code {code}.", err=code != 0)
@@ -88,17 +88,17 @@ def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any
     if file is not None:
         path = Path(file)
         if not path.is_file():
-            raise ConfigurationError(f"There is no command file {file!r}. Check the path.")
+            raise ConfigurationError(f"Command file {file!r} does not exist. Check the path.")
         given = path.read_text().splitlines()
     lines = [line for line in given if line.strip()]
     if not lines:
-        raise ConfigurationError("There is nothing to run. Give --command or --command_file.")
+        raise ConfigurationError("There is no command to run. Pass --command or --command_file.")
     return lines
 
 
 def _needed(name: str, value: str | None) -> str:
     if not value:
-        raise ConfigurationError(f"{name} is missing. Give --{name}, or a --config_file that contains it.")
+        raise ConfigurationError(f"{name} is missing. Pass --{name}, or a --config_file that contains it.")
     return value
 
 
@@ -122,7 +122,7 @@ def _read(named: str | None) -> Mapping[str, Any]:
     if path is None:
         return {}
     if not path.is_file():
-        raise ConfigurationError(f"There is no configuration file {str(path)!r}. Check the path.")
+        raise ConfigurationError(f"Configuration file {str(path)!r} does not exist. Check the path.")
     try:
         config = load_yaml(path.read_text())
     except yaml.YAMLError as error:

@@ -113,9 +113,9 @@ class Trial:
         state = self.accelerator.state
         ranks = sorted(collectives.gather_object([state.process_index]))
         if ranks != list(range(state.num_processes)):
-            raise CheckFailed(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
+            raise CheckFailed(f"The ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each exactly once.")
         if self.processes is not None and state.num_processes != self.processes:
-            raise CheckFailed(f"there are {state.num_processes} processes, but {self.processes} were requested")
+            raise CheckFailed(f"There are {state.num_processes} processes, but {self.processes} were requested.")
         return f"{state.num_processes}, on {state.kind.name}, strategy {self.accelerator.strategy.name!r}"
 
     def check_devices(self) -> str:
@@ -124,7 +124,7 @@ class Trial:
         shared = sorted({place for place in places if places.count(place) > 1})
         if state.kind.name != "cpu" and shared:
             ranks = [rank for rank, place in enumerate(places) if place in shared]
-            raise CheckFailed(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
+            raise CheckFailed(f"Ranks {ranks} share {shared[0][1]}, but each rank needs a separate device.")
         # Fails at once if the device's driver or libraries do not work.
         torch.ones(8, 8, device=state.device).mm(torch.ones(8, 8, device=state.device)).sum().item()
         return ", ".join(sorted({device for _, device in places}))
@@ -134,19 +134,19 @@ class Trial:
         rank, count = state.process_index, state.num_processes
         mine = torch.full((3,), float(rank + 1), device=state.device)
         expected = {
-            "the sum over all": (collectives.reduce(mine, "sum"), torch.full((3,), count * (count + 1) / 2)),
-            "what is gathered": (
+            "The sum over all ranks": (collectives.reduce(mine, "sum"), torch.full((3,), count * (count + 1) / 2)),
+            "The gathered tensor": (
                 collectives.gather(mine),
                 torch.arange(1.0, count + 1).repeat_interleave(3),
             ),
-            "what the last rank broadcasts": (
+            "The tensor of the last rank": (
                 collectives.broadcast(mine.clone(), count - 1),
                 torch.full((3,), float(count)),
             ),
         }
         for name, (found, wanted) in expected.items():
             if not torch.equal(found.cpu(), wanted):
-                raise CheckFailed(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
+                raise CheckFailed(f"{name} is {found.tolist()}, but must be {wanted.tolist()}.")
         return "sum, gather and broadcast are exact"
 
     def check_data(self) -> str:
@@ -159,9 +159,9 @@ class Trial:
             found += self.accelerator.gather_for_metrics(batch).tolist()
         if sorted(found) != sorted(expected):
             missing, twice = set(expected) - set(found), {one for one in found if found.count(one) > 1}
-            raise CheckFailed(f"of {rows} samples {len(missing)} are missing and {len(twice)} occur more than once")
+            raise CheckFailed(f"{len(missing)} of {rows} samples are missing, and {len(twice)} occur more than once.")
         if found != expected:
-            raise CheckFailed("each sample occurs once, but in another order than in one process")
+            raise CheckFailed("Each sample occurs once, but the order differs from the order of a run in one process.")
         return f"each of {rows} samples once, in the order of one process"
 
     def check_training(self) -> str:
@@ -172,8 +172,8 @@ class Trial:
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             if not abs(one - other) <= tolerance:  # true for NaN, unlike `>`
                 raise CheckFailed(
-                    f"the loss of step {step} is {one:.6f}, but {other:.6f} in one process (allowed difference "
-                    f"{tolerance:g} in precision {precision!r})"
+                    f"The loss of step {step} is {one:.6f}, but a run in one process has {other:.6f}. In precision "
+                    f"{precision!r} they may differ by at most {tolerance:g}."
                 )
         largest = max(abs(one - other) for one, other in zip(found, expected, strict=True))
         return f"{len(found)} steps in precision {precision!r}, losses within {largest:.1g} of one process"
@@ -187,7 +187,7 @@ class Trial:
         everyone = collectives.gather_object([output.tolist()])
         different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if different:
-            raise CheckFailed(f"the model of rank(s) {different} has other outputs than the model of rank 0")
+            raise CheckFailed(f"The model of rank(s) {different} has other outputs than the model of rank 0.")
         return "the same outputs on every process"
 
     def check_checkpoint(self) -> str:
@@ -202,9 +202,9 @@ class Trial:
             changed = self._outputs()
             self.accelerator.load_state(folder)
         if torch.equal(before, changed):
-            raise CheckFailed("another training step did not change the model")
+            raise CheckFailed("Another training step did not change the model.")
         if not torch.equal(before, self._outputs()):
-            raise CheckFailed("the loaded model differs from the saved one")
+            raise CheckFailed("The loaded model differs from the saved model.")
         return "saved and loaded"
 
     def _outputs(self) -> torch.Tensor:

@@ -80,7 +80,7 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
     parsed: dict[str, Any] = launch.make_context("drivetrain tune", list(given)).params
     if parsed["module"] or parsed["no_python"]:
-        raise ConfigurationError("drivetrain tune runs a Python file. Give its path, without -m.")
+        raise ConfigurationError("drivetrain tune runs a Python file. Pass the path of the file, without -m.")
     LaunchOptions().check_script(parsed["script"])
     flags = given[: len(given) - len(parsed["args"]) - 1]
     launcher = ["-m", "drivetrain", "launch", *flags] if flags else []

@@ -170,15 +170,15 @@ class PeftLayers:
         ours = [name for name in self._options if name in _OURS]
         if ours:
             raise ConfigurationError(
-                f"QLoRA(peft_options=...) has {ours[0]!r}. Give QLoRA's rank, alpha, dropout and targets instead.",
+                f"QLoRA(peft_options=...) cannot set {ours[0]!r}. Use QLoRA's own arguments instead.",
             )
         beginning = self._options.get("init_lora_weights", True)
         reads = "use_dora" if self._options.get("use_dora") else ""
         reads = reads or ("" if beginning in _BEGINNINGS else f"init_lora_weights={beginning!r}")
         if reads:
             raise ConfigurationError(
-                f"QLoRA(backend='peft'): {reads} reads the weights of the base layers, which are packed. For this "
-                "option, call quantize_model and then peft's get_peft_model.",
+                f"QLoRA(backend='peft') does not support {reads}, which needs the unquantized weights of the base "
+                "layers. Use quantize_model and then peft's get_peft_model instead.",
             )
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
@@ -342,18 +342,18 @@ class QLoRA:
         peft_options: Mapping[str, Any] | None = None,
     ) -> None:
         if rank < 1:
-            raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.")
+            raise ConfigurationError(f"QLoRA's rank is {rank}, but must be at least 1.")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a probability of at least 0 and below 1.")
+            raise ConfigurationError(f"QLoRA's dropout is {dropout}, but must be at least 0 and less than 1.")
         for name, given, allowed in (("base", base, _BASES), ("backend", backend, _BACKENDS)):
             if given not in allowed:
                 raise ConfigurationError(
-                    f"QLoRA({name}={given!r}): give {' or '.join(map(repr, allowed))}.{nearest(str(given), allowed)}",
+                    f"{name} cannot be {given!r}. Use {' or '.join(map(repr, allowed))}.{nearest(str(given), allowed)}",
                 )
         self.base, self.backend = base, backend
         self._peft = PeftLayers(rank, alpha, dropout, peft_options) if backend == "peft" else None
         if peft_options is not None and self._peft is None:
-            raise ConfigurationError("QLoRA(peft_options=...) needs backend='peft'. Set it, or leave the options out.")
+            raise ConfigurationError("QLoRA(peft_options=...) needs backend='peft'. Set it, or remove peft_options.")
         self.rank, self.alpha = rank, 2.0 * rank if alpha is None else float(alpha)
         self.targets = None if targets is None else tuple(targets)
         self.dropout = dropout

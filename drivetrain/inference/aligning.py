@@ -254,8 +254,8 @@ def _check_complete(module: nn.Module, names: Iterable[str], weights: Mapping[st
     for name in names:
         if name not in held:
             raise CheckpointError(
-                f"{type(module).__name__} cannot be offloaded: weights_map has no {name!r}."
-                f"{nearest(name, held)} Give a map with all of its parameters, and its buffers with offload_buffers."
+                f"{type(module).__name__} cannot be offloaded: weights_map has no {name!r}.{nearest(name, held)} Pass "
+                "a map with all parameters of the module, and also its buffers if offload_buffers=True."
             )
 
 
@@ -280,8 +280,8 @@ def _copy_to_cpu(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTen
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         raise ConfigurationError(
-            f"{empty[0]!r} of {type(module).__name__} is on the meta device and has no value to offload. "
-            "Give weights_map=, or load the model first.",
+            f"{empty[0]!r} of {type(module).__name__} is on the meta device and has no value to offload. Pass "
+            "weights_map=..., or load the model first.",
         )
     kept = {}
     for name, tensor in tensors.items():
@@ -392,8 +392,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     empty = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
     if empty:
         raise CheckpointError(
-            f"{len(empty)} tensors of the model have no value, the first is {empty[0]!r}. They are on the meta device "
-            "and no hook offloads them. Load the model's weights first."
+            f"{len(empty)} tensors of the model have no value, such as {empty[0]!r}. They are on the meta device and "
+            "are not offloaded. Load the model's weights first."
         )
     return state
 

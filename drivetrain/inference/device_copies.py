@@ -55,10 +55,10 @@ def groups_of(
     """Split a model's offloaded weights, whose ids are in `wanted`, into groups that are copied together."""
     if kind not in KINDS:
         raise ConfigurationError(
-            f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
+            f"groups is {kind!r}, but must be one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
         )
     if num_blocks_per_group < 1:
-        raise ConfigurationError(f"num_blocks_per_group={num_blocks_per_group}: give 1 or more.")
+        raise ConfigurationError(f"num_blocks_per_group is {num_blocks_per_group}, but must be at least 1.")
     preloaded = set(preload_module_classes or ())
     whole = {id(module) for module in model.modules() if type(module).__name__ in preloaded}
     blocks = set() if kind == "leaf" else {id(module) for module in _blocks(model)}

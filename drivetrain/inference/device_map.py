@@ -57,10 +57,10 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     parsed = {as_device(device): parse_bytes(size) for device, size in max_memory.items()}
     negative = [device for device, size in parsed.items() if size < 0]
     if negative:
-        raise ConfigurationError(f"max_memory[{negative[0]!r}] is {parsed[negative[0]]} bytes. Give 0 or more.")
+        raise ConfigurationError(f"max_memory[{negative[0]!r}] is {parsed[negative[0]]} bytes. Use 0 or more.")
     absent = [device for device in parsed if device not in STORES and not device_exists(device)]
     if absent:
-        logger.info(f"max_memory names devices that this machine does not have: {', '.join(map(str, absent))}.")
+        logger.info(f"max_memory ignores devices that this machine does not have: {', '.join(map(str, absent))}.")
     return BalancedMemory(parsed) if isinstance(max_memory, BalancedMemory) else _sorted_devices(parsed)
 
 
@@ -92,10 +92,10 @@ def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
 def as_device(given: Any) -> Device:
     """Convert a device to the form used in device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
-        raise ConfigurationError(f"{given!r} is not a device. Give a number, a name, or a torch.device.")
+        raise ConfigurationError(f"{given!r} is not a device. Use a number, a name, or a torch.device.")
     if isinstance(given, int):
         if given < 0:
-            raise ConfigurationError(f"{given} is not a device. Accelerators are numbered from 0.")
+            raise ConfigurationError(f"{given} is not a device. Accelerators have numbers from 0 upwards.")
         return given
     name = str(given)
     if name in STORES:
@@ -107,7 +107,7 @@ def as_device(given: Any) -> Device:
     except RuntimeError:
         known = ["cpu", "disk", *(kind.name for kind in available_device_kinds())]
         raise ConfigurationError(
-            f"{name!r} is not a device.{nearest(name, known)} Give an accelerator's number, its name such as "
+            f"{name!r} is not a device.{nearest(name, known)} Use an accelerator's number, its name such as "
             '"cuda:0", "cpu" or "disk".',
         ) from None
     return name
@@ -361,8 +361,8 @@ def _all_offloaded(problem: Problem, placement: Placement | None) -> bool:
 def _warn_of_buffers(model: nn.Module) -> None:
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     warnings.warn(
-        f"The buffers of offloaded modules ({as_bytes(buffers)} in total) do not fit on the execution device. The map "
-        "is valid with offload_buffers=True: pass it here and to dispatch_model.",
+        f"The buffers of offloaded modules ({as_bytes(buffers)} in total) do not fit on the execution device. Pass "
+        "offload_buffers=True both here and to dispatch_model to offload the buffers too.",
         stacklevel=3,
     )
 
@@ -469,8 +469,8 @@ def check_single_device(model: nn.Module, device_map: Mapping[str, Any]) -> None
         name = next((inside[:end] for end in reversed(_prefix_ends(inside)[:-1]) if inside[:end] in where), None)
         if name is not None and where[inside] != where[name]:
             raise ConfigurationError(
-                f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
-                f"{device_map[name]!r} by {name!r}. Name the other modules of {name!r} one by one.",
+                f"The device map puts {inside!r} on {device_map[inside]!r}, but {name!r}, which contains it, on "
+                f"{device_map[name]!r}. Replace the entry {name!r} with one entry for each of its submodules.",
             )
     for group in find_tied_parameters(model):
         devices = {name: _device_of(name, where) for name in group}
@@ -504,7 +504,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
     for group in tied_params:
         devices = {name: _device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
-            logger.warning(f"Tied parameters are on different devices: {devices}. Put them on one.")
+            logger.warning(f"Tied parameters are on different devices: {devices}. Map them to one device.")
 
 
 def _device_of(name: str, device_map: Mapping[str, Any]) -> Any | None:

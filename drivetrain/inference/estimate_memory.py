@@ -178,7 +178,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--kwargs {text!r} is not JSON: {error}. Give an object such as '{{}}'.") from error
+        raise ConfigurationError(f"--kwargs {text!r} is not JSON: {error}. Pass an object such as '{{}}'.") from error
     if not isinstance(value, dict):
         raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
     return value

@@ -399,8 +399,8 @@ class MoveGuard:
             if function(probe) is not probe:
                 where = ", ".join(sorted({str(device) for _, device in self._kinds}))
                 raise StreamedModelError(
-                    f"{type(module).__name__} is offloaded or on several devices ({where}), so `to`, `half` and the "
-                    "like cannot move or cast it. Load it with another device_map or dtype, or call "
+                    f"{type(module).__name__} is offloaded or on several devices ({where}), so it cannot be moved or "
+                    "cast, for example with `to` or `half`. Load it with another device_map or dtype, or call "
                     "remove_hook_from_submodules(model) first."
                 )
         plain: Any = type(module)._apply if self._pass_on is None else self._pass_on

@@ -47,7 +47,7 @@ def location(given: torch.device | str | int) -> Location:
     try:
         device = torch.device(given)
     except RuntimeError as error:
-        raise ConfigurationError(f"{given!r} is not a device. Give 0, 'cuda:1', 'cpu', 'disk' or the like.") from error
+        raise ConfigurationError(f"{given!r} is not a device. Use for example 0, 'cuda:1', 'cpu' or 'disk'.") from error
     if device.type == "meta":
         return device
     kind = get_device_kind(device.type)
@@ -61,7 +61,7 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
-            raise ConfigurationError("The disk cannot compute. Give a device, such as 0 or 'cpu'.")
+            raise ConfigurationError("The disk can store weights but not compute. Use a device such as 0 or 'cpu'.")
         return found
     there = next((each for each in others if isinstance(each, torch.device) and each != CPU), None)
     if there is not None:
@@ -83,7 +83,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     missed = [name for name, place in places.items() if found[name] is None and place.is_parameter]
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
-        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}")
+        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near} Add one.")
     check_single_device(model, device_map)
     rest = next(iter(parsed.values()), CPU)  # device maps may leave out buffers of the root module
     return {name: rest if where is None else where for name, where in found.items()}
@@ -113,7 +113,7 @@ def as_dict(
         return dict(device_map.to_dict())
     if device_map not in DEVICE_MAP_NAMES:
         if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
-            raise ConfigurationError(f"There is no device map {device_map!r}.{nearest(device_map, DEVICE_MAP_NAMES)}")
+            raise ConfigurationError(f"Unknown device map {device_map!r}.{nearest(device_map, DEVICE_MAP_NAMES)}")
         location(device_map)
         return {"": device_map}
     return resolve_device_map(
@@ -177,8 +177,8 @@ def load_checkpoint_in_model(
     if broadcast_from_rank0 or any(wraps_others(each) and files.is_sharded(each) for each in model.parameters()):
         if device_map is not None:
             raise ConfigurationError(
-                f"device_map={device_map!r}: sharded weights, and weights that rank 0 broadcasts, stay on the devices "
-                "of the model's parameters. Leave out device_map or broadcast_from_rank0.",
+                f"device_map={device_map!r} does not apply to sharded weights or with broadcast_from_rank0: these "
+                "stay on the devices of the model's parameters. Remove device_map or broadcast_from_rank0.",
             )
         keep = keep_in_fp32_modules or ()
         files.load_over_processes(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0, keep)
@@ -425,8 +425,8 @@ class _Loading:
         computed = [name for name, what in left.items() if what == "buffer that no state dict holds"]
         if computed:
             raise CheckpointError(
-                f"{listed(computed)}: non-persistent buffers without values, which no checkpoint contains. Build the "
-                "model with init_empty_weights(include_buffers=False), so that they are computed."
+                f"These non-persistent buffers have no values, and no checkpoint contains them: {listed(computed)}. "
+                "Build the model with init_empty_weights(include_buffers=False), so that the model computes them."
             )
         raise CheckpointError(
             f"Neither {self._weights.where} nor the model has values for {listed(list(left))}. Build the model with "

@@ -84,15 +84,15 @@ def merge_adapters(
     trained, base = open_weights(checkpoint, model), open_weights(weights)
     adapters = adapters_in(trained)
     if not adapters:
-        raise CheckpointError(f"{trained.where} contains no adapters, that is, no names such as 'layer.lora_A'.")
+        raise CheckpointError(f"{trained.where} has no adapters, such as 'layer.lora_A'. Check its path.")
     prefix = _prefix(adapters, base, trained.where, base.where)
     by_weight = {f"{layer.removeprefix(prefix)}.weight": adapter for layer, adapter in adapters.items()}
     for name, (first, second, _) in by_weight.items():
         shape = (trained.entries[second].shape[0], trained.entries[first].shape[1])
         if shape != base.entries[name].shape:
             raise CheckpointError(
-                f"The adapter of {name.removesuffix('.weight')} needs a weight of shape {shape}, but {name} has shape "
-                f"{base.entries[name].shape} in {base.where}."
+                f"Shape mismatch for {name!r}: the adapter needs {shape}, but {base.where} has "
+                f"{base.entries[name].shape}. Use the weights that the adapter was trained on."
             )
     target = parse_dtype(dtype)
     tied = {name: other for name, other in base.tied().items() if name not in by_weight and other not in by_weight}
@@ -108,7 +108,7 @@ def merge_adapters(
         if whole is not None:  # a parameter that was trained itself
             source, key = trained, prefix + name
             if whole.shape != entry.shape:
-                raise CheckpointError(f"{key} is {whole.shape} in {trained.where}, and {entry.shape} in {base.where}.")
+                raise CheckpointError(f"Shape mismatch for {key!r}: {whole.shape} trained, {entry.shape} in the base.")
         blocks = partial(_blocks, source, key, written, trained, by_weight.get(name))
         sources.append((Entry(name, written, entry.shape), blocks))
     return write_safetensors(sources, tied, output, max_shard_size, overwrite=overwrite, progress=progress)
@@ -141,4 +141,4 @@ def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: st
         prefix = ".".join(parts[:count]) + "." if count else ""
         if all(f"{layer.removeprefix(prefix)}.weight" in weights for layer in adapters):
             return prefix
-    raise CheckpointError(f"{trained} has an adapter for {first}, but {base} has no {first}.weight.")
+    raise CheckpointError(f"{trained} has an adapter for {first}, but {base} has no weight {first}.weight.")

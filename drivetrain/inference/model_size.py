@@ -76,8 +76,8 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
     if config.suffix == ".json" and config.is_file():
         return _from_config(config, trust_remote_code)
     raise ConfigurationError(
-        f"{source!r} is not a model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
-        "transformers model or its folder, or a safetensors file or folder.",
+        f"{source!r} is not a model. Pass package.module:Class (with --kwargs for its arguments), the config.json of "
+        "a transformers model or its folder, or a safetensors file or folder.",
     )
 
 
@@ -104,14 +104,14 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
             model = found(**kwargs)
         except TypeError as error:
             raise ConfigurationError(
-                f"{source!r} cannot be built from the arguments {dict(kwargs)}: {error}. Give them as JSON, such as "
-                "--kwargs '{\"width\": 64}'.",
+                f"{source!r} cannot be built from the arguments {dict(kwargs)}: {error}. Pass the arguments as JSON, "
+                "such as --kwargs '{\"width\": 64}'.",
             ) from error
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{source!r} creates a {type(model).__name__}, but must create a torch.nn.Module.")
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(
-            f"{source!r} has no parameters. Give a module class that creates its parameters in __init__.",
+            f"{source!r} has no parameters. Use a module class that creates its parameters in __init__.",
         )
     return model
 
@@ -233,7 +233,7 @@ def read_header(path: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
-        raise ConfigurationError(f"{path} is not a safetensors file: its header cannot be read.")
+        raise ConfigurationError(f"{path} is not a safetensors file, or it is damaged. Check the path.")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
@@ -468,13 +468,13 @@ def read_config(source: str) -> Mapping[str, Any]:
     path = Path(source)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
-        raise ConfigurationError(f"--seq needs the config.json of a transformers model or its folder; got {source!r}.")
+        raise ConfigurationError(f"--seq needs a transformers model's config.json or its folder, not {source!r}.")
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{config} is not JSON: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{config} does not contain a JSON object.")
+        raise ConfigurationError(f"{config} is not a JSON object. Use a config.json of transformers.")
     return found
 
 
@@ -515,7 +515,7 @@ def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -
             return int(config[name])
     if required:
         raise ConfigurationError(
-            f"The configuration has none of {', '.join(_KEYS[what])}, so the key-value cache cannot be computed.",
+            f"The model's config.json has none of {', '.join(_KEYS[what])}, so the key-value cache cannot be computed.",
         )
     return 0
 
@@ -573,7 +573,7 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
         dtype = getattr(torch, (found and found["dtype"]) or "float32", None)
         if found is None or not isinstance(dtype, torch.dtype):
             raise ConfigurationError(
-                f"--input {text!r} cannot be read. Give [NAME=]SHAPE[:DTYPE], such as 8x128:int64 or "
+                f"--input {text!r} cannot be parsed. Use the form [NAME=]SHAPE[:DTYPE], such as 8x128:int64 or "
                 "input_ids=8x128:int64.",
             )
         entry = (tuple(map(int, found["shape"].split("x"))), dtype)
@@ -651,5 +651,5 @@ def _loss_of(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
     ]
     if not floats:
-        raise ConfigurationError("The model cannot be trained: none of its outputs depends on its parameters.")
+        raise ConfigurationError("The model cannot be trained, because no output depends on a parameter.")
     return floats[0].float().mean()

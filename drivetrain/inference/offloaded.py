@@ -151,7 +151,7 @@ def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = Tru
 def _raw_file(path: str | os.PathLike[str], name: str, info: Mapping[str, Any]) -> MappedFile:
     dtype = getattr(torch, str(info["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{os.fspath(path)}: the index gives the dtype {info['dtype']!r}, which does not exist.")
+        raise CheckpointError(f"{os.fspath(path)}: the index has the dtype {info['dtype']!r}, which does not exist.")
     return MappedFile(path, Entry(name, dtype, tuple(info["shape"])))
 
 
@@ -174,7 +174,7 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not an index of weights.")
+        raise CheckpointError(f"{path} is not a valid index of offloaded weights. Check the path.")
     return found
 
 
@@ -262,7 +262,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             if path not in self._files:
                 self._files[path] = MappedFile(path)
             if name not in self._files[path].placed:
-                raise CheckpointError(f"The index refers to {name} in {path} for {key}, but the file does not have it.")
+                raise CheckpointError(f"The index refers to {name} in {path} for {key}, but the file has no such name.")
         else:
             path = str(_file_within(self.save_folder or ".", f"{key}.dat"))
             if path not in self._files:

@@ -87,7 +87,7 @@ class PipelineInference:
         self._state = PartialState()
         for name, number in (("num_chunks", num_chunks), ("in_flight", in_flight)):
             if number is not None and number < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {number}.")
+                raise ConfigurationError(f"{name} is {number}, but must be at least 1.")
         self.model, self._chunks = model, num_chunks or self._state.num_processes
         self._gathers = gather_output
         loader = _Loader(weights, find_tied_parameters(model), self._state.device)
@@ -226,12 +226,12 @@ def _lay_out(
 ) -> StageLayout:
     """Assign the modules of a model to pipeline stages. Weights that are tied across stages become separate copies."""
     if isinstance(split_points, str) and split_points != "auto":
-        raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
+        raise ConfigurationError(f"split_points is {split_points!r}, but must be 'auto' or a list of module names.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
     if len(splits) != count - 1:
         raise ConfigurationError(
-            f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes. Give "
-            f"{count - 1} modules, or start {len(splits) + 1} processes.",
+            f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes. Pass "
+            f"{count - 1} module names, or start {len(splits) + 1} processes.",
         )
     # Two stages cannot share a parameter. Ties within one stage are restored below.
     ties = find_tied_parameters(model)
@@ -262,8 +262,8 @@ class _Loader:
             self._fill(model, own, self._weights)
         elif empty:
             raise ConfigurationError(
-                f"{len(empty)} tensors of this stage are on the meta device, such as {empty[0]!r}. Give weights=, a "
-                "file or a folder to load them from.",
+                f"{len(empty)} tensors of this stage are on the meta device, such as {empty[0]!r}. Pass a file or "
+                "folder to load them from as weights=...",
             )
         moved: dict[int, Tensor] = {}
         for module in model.modules():
@@ -333,8 +333,8 @@ def _concatenate_outputs(outputs: Sequence[Any], rows: Sequence[int | None]) -> 
             if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) == count):
                 what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ConfigurationError(
-                    f"The model returns {what} for a micro-batch of {count} rows, which cannot be concatenated. Set "
-                    "num_chunks=1, or do not return it (such as with use_cache=False).",
+                    f"The model returns {what} for a micro-batch of {count} rows, so results cannot be concatenated. "
+                    "Set num_chunks=1, or do not return this value (such as with use_cache=False).",
                 )
     whole = iter([None if parts[0] is None else torch.cat(parts) for parts in zip(*columns, strict=True)])
     return recursively_apply(lambda _: next(whole), outputs[0], test_type=is_leaf)

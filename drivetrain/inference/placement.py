@@ -498,8 +498,8 @@ def group_offload(
     """
     if offload_type not in _TYPES:
         raise ConfigurationError(
-            f"offload_type={offload_type!r}: give one of {', '.join(map(repr, _TYPES))}."
-            f"{nearest(offload_type, _TYPES)}",
+            f"offload_type is {offload_type!r}, but must be one of "
+            f"{', '.join(map(repr, _TYPES))}.{nearest(offload_type, _TYPES)}",
         )
     if loading.location(offload_device) != loading.CPU:
         raise ConfigurationError(
@@ -606,8 +606,8 @@ def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder |
         return []
     if folder is None:
         raise ConfigurationError(
-            f"{listed([same[0] for same in sharing.values()])}: the device map puts these on disk, but they are in no "
-            "safetensors file. Pass offload_dir=... to write them.",
+            "The device map puts these tensors on disk, but no safetensors file contains them: "
+            f"{listed([same[0] for same in sharing.values()])}. Pass offload_dir=... to write them to a folder.",
         )
     # Shared tensors are written once, under their first name.
     tensors = {same[0]: places[same[0]].tensor for same in sharing.values()}

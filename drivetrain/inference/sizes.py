@@ -41,7 +41,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
         bits = dtype_byte_size(getattr(torch, name)) * 8
     if bits is None:
         raise ConfigurationError(
-            f"{dtype!r} is not a dtype with a known number of bits. Give a dtype such as torch.bfloat16 or 'int4'."
+            f"{dtype!r} is not a dtype with a known number of bits. Use a dtype such as torch.bfloat16 or 'int4'."
         )
     return bits / 8
 
@@ -364,8 +364,8 @@ def activations_of(
             close()
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"The activations cannot be measured: the forward does not run on the meta device ({error}). Leave the "
-            "example inputs out, and reserve room for activations in max_memory.",
+            "The memory of activations cannot be measured, because forward does not run on the meta device "
+            f"({error}). Omit the example inputs, and reserve memory for activations with max_memory.",
         ) from error
     finally:
         for handle in handles:

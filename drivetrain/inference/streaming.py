@@ -44,7 +44,7 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if (self.prefetch is not None and self.prefetch < 0) or (self.budget is not None and self.budget < 0):
             raise ConfigurationError(
-                f"prefetch={self.prefetch}, budget={self.budget}: neither may be negative. Give 0 for none.",
+                f"prefetch and budget must not be negative, but are {self.prefetch} and {self.budget}. Use 0 for none.",
             )
 
 

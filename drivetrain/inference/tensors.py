@@ -171,12 +171,12 @@ def set_module_tensor_to_device(
     target = torch.device(device)
     if value is None and old.is_meta and target.type != "meta":
         raise ConfigurationError(
-            f"{tensor_name!r} is on the meta device and has no value to copy to {target}. Give value=..."
+            f"{tensor_name!r} is on the meta device and has no value to copy to {target}. Pass value=..."
         )
     if value is not None and value.shape != old.shape and type(old) in (nn.Parameter, torch.Tensor):
         raise ConfigurationError(
-            f"{tensor_name!r} has the shape {tuple(old.shape)}, but the given value has {tuple(value.shape)}. "
-            "Give a value of the same shape.",
+            f"Shape mismatch for {tensor_name!r}: the tensor has {tuple(old.shape)}, but value has "
+            f"{tuple(value.shape)}. Pass a value of the same shape.",
         )
     source = old if value is None else value
     address = tied_address(source, tied_params_map)
@@ -241,7 +241,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
-        raise ConfigurationError(f"{given!r} is not a dtype, such as 'bfloat16'.{nearest(str(given), known)}")
+        raise ConfigurationError(f"{given!r} is not a dtype.{nearest(str(given), known)} Use for example 'bfloat16'.")
     return found
 
 

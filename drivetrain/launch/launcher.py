@@ -82,17 +82,17 @@ class LaunchPlan:
             if kind.drives_all and local_processes > 1:
                 raise ConfigurationError(
                     f"{local_processes} processes were requested on this machine, but one process drives all of its "
-                    f"{count} {kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start "
+                    f"{count} {kind.name} device(s). Omit num_processes. In a notebook, notebook_launcher can start "
                     "one process per device.",
                 )
         variables = options.variables
         if options.enable_cpu_affinity:
             if not hasattr(os, "sched_setaffinity"):
-                raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.")
+                raise ConfigurationError("enable_cpu_affinity works only on Linux. Remove it on this system.")
             variables[AFFINITY_VARIABLE] = "1"
         if options.device_ids is not None:
             if (name := kind.visible_variable) is None:
-                raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.")
+                raise ConfigurationError(f"gpu_ids cannot select {kind.name} devices. Remove gpu_ids.")
             variables[name] = ",".join(options.device_ids)
         if options.num_cpu_threads_per_process is not None:
             variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
@@ -121,14 +121,14 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
     kind = detect_device_kind()
     if options.tpu and not kind.drives_all:
         raise DeviceNotAvailableError(
-            f"tpu requires a TPU, but torch_xla finds none on this machine (found: {kind.name}). Leave it out, or "
+            f"tpu requires a TPU, but torch_xla finds none on this machine (found: {kind.name}). Remove tpu, or "
             'install torch_xla: pip install "drivetrain[xla]".'
         )
     if kind.name == "cpu" and (options.multi_gpu or options.gpu_ids is not None):
         flag = "multi_gpu" if options.multi_gpu else f"gpu_ids={options.gpu_ids}"
         raise DeviceNotAvailableError(
-            f"{flag} requires accelerators, but torch finds none on this machine. Leave it out to run on the "
-            "CPU, or install a torch build for your devices and check that their driver works."
+            f"{flag} requires accelerators, but torch finds none on this machine. Remove {flag} to run on the CPU, or "
+            "install a torch build for your devices and check that their driver works."
         )
     return kind
 
@@ -366,7 +366,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RendezvousError(f"no answer within {limit:g} s: {error}") from error
+                raise RendezvousError(f"Machine 0 did not answer within {limit:g} s: {error}") from error
         if not announced:
             announce(f"waiting for machine 0 at {parameters.endpoint} ...")
             announced = True
@@ -425,8 +425,8 @@ def _rendezvous_failed(options: LaunchOptions, parameters: RendezvousParameters,
     reason = f"{type(error).__name__}: {error.__cause__ or error}".splitlines()[0]
     if "in use" in str(error):
         return LaunchError(
-            f"The port of {parameters.endpoint} is already in use. Give another one with --main_process_port, or leave "
-            "the flag out on one machine to use a free port."
+            f"The port of {parameters.endpoint} is already in use. Set another one with --main_process_port, or omit "
+            "the flag on one machine to use a free port."
         )
     return LaunchError(
         f"Machine {options.machine_rank} of {options.num_machines} could not connect to the others at "
@@ -578,11 +578,11 @@ def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -
         raise LaunchError(
             f"mpirun_hostfile={options.mpirun_config['mpirun_hostfile']!r} needs mpirun, but neither "
             f"{' nor '.join(_PROGRAMS)} is on PATH. Install Open MPI (apt-get install openmpi-bin) or Intel MPI, or "
-            "leave the setting out to use drivetrain's own launcher."
+            "remove mpirun_hostfile to use drivetrain's launcher."
         )
     if options.min_machines != options.max_machines:
         raise ConfigurationError(
-            f"num_machines is {options.num_machines!r}, but mpirun needs a fixed number. Give a single number.",
+            f"num_machines is {options.num_machines!r}, but mpirun needs a fixed number. Use a single number.",
         )
     plan = LaunchPlan.make(options)
     variables = {

@@ -66,8 +66,8 @@ def free_port() -> int:
 def check_no_existing_state() -> None:
     if PartialState.existing() is not None:
         raise LaunchError(
-            "An Accelerator, Trainer or PartialState already exists in this process, so new processes cannot create "
-            "their own. Restart the kernel, and create it only inside the function given to notebook_launcher."
+            "This process already has an Accelerator, Trainer or PartialState, so new processes cannot create one. "
+            "Restart the kernel, and create it only inside the function passed to notebook_launcher."
         )
 
 
@@ -207,13 +207,13 @@ def launch_on_xla(
         return
     if xla.runs_on_cpu():
         raise ConfigurationError(
-            f"num_processes={processes}: XLA on the CPU cannot connect several processes, so each would train alone. "
-            "Give num_processes=1. CPU_NUM_DEVICES=4 creates four devices.",
+            f"num_processes is {processes}, but XLA on the CPU cannot connect several processes, so each would train "
+            "alone. Use num_processes=1, and set CPU_NUM_DEVICES=4 to train on four devices.",
         )
     if not apart:
         raise ConfigurationError(
-            f"num_processes={processes}: on TPUs v2 and v3 a process drives two cores in threads, which would share "
-            "drivetrain's per-process state. Give num_processes=1, which drives all cores.",
+            f"num_processes is {processes}, but on TPUs v2 and v3 each process would drive two cores in threads, "
+            "which drivetrain does not support. Use num_processes=1, which drives all cores.",
         )
     if processes != devices:
         raise ConfigurationError(
@@ -225,7 +225,7 @@ def launch_on_xla(
     try:
         xla.import_torch_xla().launch(_run_xla_rank, args=(function, tuple(args), variables), start_method="fork")
     except Exception as error:
-        raise LaunchError(f"A process of {devices} failed: {type(error).__name__}: {error}") from error
+        raise LaunchError(f"One of the {devices} processes failed: {type(error).__name__}: {error}") from error
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
@@ -485,7 +485,7 @@ class Processes:
             return pickle.loads(value)
         kind, text, _ = self._received.get(self._first_rank, ("nothing", "", 0.0))
         if kind == "unpicklable":
-            warnings.warn(f"The function's return value is lost: {text}.", stacklevel=4)
+            warnings.warn(f"The function's return value is lost, because {text}.", stacklevel=4)
         return None
 
     @contextmanager
@@ -731,8 +731,8 @@ def _check_start(method: str, restarts: int, machines: int) -> None:
         raise ConfigurationError(f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.")
     if restarts and machines > 1:
         raise ConfigurationError(
-            f"max_restarts is {restarts} for {machines} machines, which would restart separately. Leave it out, or "
-            "save the training as a file and run `drivetrain launch --max_restarts` on it.",
+            f"max_restarts is {restarts} for {machines} machines, which would restart separately. Remove "
+            "max_restarts, or save the training as a file and run `drivetrain launch --max_restarts` on it.",
         )
 
 
@@ -742,5 +742,5 @@ def _port(given: str | int, machines: int) -> int | None:
     except ValueError:
         raise ConfigurationError(f"use_port is {given!r}, but must be a number. 0 uses a free port.") from None
     if port == 0 and machines > 1:
-        raise ConfigurationError("use_port is 0, but several machines need a common port. Give the same one on each.")
+        raise ConfigurationError("use_port is 0, but several machines need a common port. Set the same port on each.")
     return port

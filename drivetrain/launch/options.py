@@ -325,7 +325,7 @@ class LaunchOptions:
         for names in ALTERNATIVES:
             asked = [name for name in names if getattr(self, name)]
             if len(asked) > 1:
-                raise ConfigurationError(f"{' and '.join(asked)} contradict each other. Give one of them.")
+                raise ConfigurationError(f"{' and '.join(asked)} contradict each other. Set only one of them.")
         if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
             other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
             raise ConfigurationError(
@@ -418,14 +418,14 @@ class LaunchOptions:
         if self.no_python:
             if shutil.which(script) is None:
                 raise ConfigurationError(
-                    f"There is no program {script!r}. Give its path or a name on PATH, or leave no_python out for a "
+                    f"Program {script!r} does not exist. Pass its path or a name on PATH, or remove no_python for a "
                     "Python script.",
                 )
         elif not os.path.exists(script):
             beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
             raise ConfigurationError(
-                f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
-                "Give the path of a Python file (or a module's name with -m).",
+                f"Script {script!r} does not exist in {os.getcwd()}.{nearest(script, beside)} Pass the path of a "
+                "Python file (or a module's name with -m).",
             )
 
     @property
@@ -451,7 +451,7 @@ class LaunchOptions:
             limit = -1.0
         if not limit >= 0:
             raise ConfigurationError(
-                f"{HANG_TIMEOUT_VARIABLE}={given!r} is not a number of seconds. Give one above 0, or 0 for no limit.",
+                f"{HANG_TIMEOUT_VARIABLE} is {given!r}, but must be a positive number of seconds, or 0.",
             )
         return limit
 
@@ -479,7 +479,7 @@ class LaunchOptions:
         for name, minimum in minimums.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
-                of_processes = " Leave it out for one process per accelerator, or one on the CPU."
+                of_processes = " Omit it for one process per accelerator, or one on the CPU."
                 hint = of_processes if name == "num_processes" else ""
                 raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
         for name in ("monitor_interval", "preemption_grace_period"):
@@ -513,36 +513,36 @@ class LaunchOptions:
             raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.")
         if most < least:
             raise ConfigurationError(
-                f"num_machines is {self.num_machines!r}, but the maximum cannot be below the minimum. "
-                f'Give "{most}:{least}".',
+                f"num_machines is {self.num_machines!r}, but the maximum cannot be below the minimum. Use "
+                f'"{most}:{least}".',
             )
         if self.machine_rank >= most:
             raise ConfigurationError(
-                f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be "
-                f"0 to {most - 1}. Give each machine its own rank, the first one 0.",
+                f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be 0 to "
+                f"{most - 1}. Set a different rank on each machine, and 0 on the first machine.",
             )
         if most > 1 and not self.main_process_ip:
             raise ConfigurationError(
-                f"num_machines is {self.num_machines}, but main_process_ip is missing. "
-                "Give the address of machine 0 on every machine.",
+                f"num_machines is {self.num_machines}, but main_process_ip is missing. Set it to the address of "
+                "machine 0 on every machine.",
             )
         if least != most and self.rdzv_backend == "static":
             raise ConfigurationError(
-                f"num_machines is {self.num_machines!r}, but rdzv_backend='static' needs a fixed number. "
-                "Leave rdzv_backend out, or give a single number of machines.",
+                f"num_machines is {self.num_machines!r}, but rdzv_backend='static' needs a fixed number. Remove "
+                "rdzv_backend, or use a single number of machines.",
             )
         if self.num_processes is not None and self.num_processes % most:
             raise ConfigurationError(
-                f"num_processes is {self.num_processes} over all machines, which is not divisible by {most} "
-                f"machines. Give a multiple of {most}.",
+                f"num_processes is {self.num_processes} over all machines, which is not divisible by {most} machines. "
+                f"Use a multiple of {most}.",
             )
         # 0 takes a free port, which other machines could not know.
         lowest = 0 if most == 1 else 1
         port = self.main_process_port
         if port is not None and not lowest <= port <= 65535:
             raise ConfigurationError(
-                f"main_process_port is {port}, but must be {lowest} to 65535. "
-                "Leave it out on one machine to use a free port.",
+                f"main_process_port is {port}, but must be {lowest} to 65535. On one machine, remove "
+                "main_process_port to use a free port.",
             )
 
     def _check_devices(self) -> None:
@@ -554,12 +554,12 @@ class LaunchOptions:
             unused += ["mpirun_hostfile"] if self.mpirun_config else []
             if unused:
                 raise ConfigurationError(
-                    f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray chooses "
-                    "the machines and devices. Leave one of the two out.",
+                    f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray selects "
+                    "the machines and devices. Remove one of the two.",
                 )
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
-            raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.")
+            raise ConfigurationError(f"cpu and {asked} contradict each other. Set only one of them.")
         ids = self.device_ids
         if ids is None:
             return
@@ -569,8 +569,8 @@ class LaunchOptions:
             )
         if self.num_processes is not None and self.num_processes // self.max_machines > len(ids):
             raise ConfigurationError(
-                f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes "
-                "on this machine. Give one device per process, or leave num_processes out.",
+                f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes on this "
+                "machine. Name one device per process, or remove num_processes.",
             )
 
 

@@ -291,7 +291,7 @@ def _check_reachable(address: str) -> None:
 def _unreachable(address: str, reason: str) -> str:
     return (
         f"No Ray cluster is reachable at {address!r}: {' '.join(reason.split())}\n"
-        "Start one (`ray start --head`), give its address with --ray_address HOST:PORT or RAY_ADDRESS, or start one "
+        "Start one (`ray start --head`), pass its address with --ray_address HOST:PORT or RAY_ADDRESS, or start one "
         "for this launch with --ray_address local."
     )
 
@@ -308,8 +308,8 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
         return options.num_processes, on_devices
     if options.multi_gpu and devices == 0:
         raise DeviceNotAvailableError(
-            "multi_gpu starts one process per GPU, but the Ray cluster has no GPU now. Give num_processes to wait for "
-            "GPUs that are added, or leave multi_gpu out to run on the CPU."
+            "multi_gpu starts one process per GPU, but the Ray cluster has no GPU now. Set num_processes to wait for "
+            "GPUs that are added, or remove multi_gpu to run on the CPU."
         )
     return (devices if on_devices else 1), on_devices
 
@@ -367,9 +367,9 @@ def _await_resources(
             return False
         if waited >= limit:
             raise LaunchError(
-                f"Ray did not have {_amount(needed, count)} within {limit:g} s, it has {_has(ray)}. Request fewer "
-                "(--num_processes, --num_cpu_threads_per_process), add machines, or wait longer with "
-                f"--rdzv_conf timeout={limit * 2:g}."
+                f"Ray did not have {_amount(needed, count)} within {limit:g} s, but only {_has(ray)}. Request fewer "
+                "processes or CPU threads (--num_processes, --num_cpu_threads_per_process), add machines, or wait "
+                f"longer with --rdzv_conf timeout={limit * 2:g}."
             )
         if waited >= _NOTICE_AFTER and not noticed:
             announce(f"waiting until Ray has {_amount(needed, count)}. It has {_has(ray)}.")

@@ -66,7 +66,7 @@ class SlurmJob:
             )
         except ValueError as error:
             raise ConfigurationError(
-                f"A SLURM variable is not a number ({error}). Unset it, or unset SLURM_JOB_ID."
+                f"A SLURM variable is not a number ({error}). Unset this variable, or unset SLURM_JOB_ID."
             ) from None
 
     @property
@@ -120,8 +120,8 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
             os.execvp(command[0], command)
         except FileNotFoundError:
             raise ConfigurationError(
-                f"This job has {len(job.hosts)} machines, but srun, which starts the launcher on each, is not on PATH. "
-                "Load SLURM's commands, or give --num_machines 1 to run on this machine only.",
+                f"This job has {len(job.hosts)} machines, but srun, which starts the launcher on each machine, is not "
+                "on PATH. Load SLURM's commands, or pass --num_machines 1 to run on this machine only.",
             ) from None
     found = job.options()
     passed = (os.environ if environ is None else environ).get("DRIVETRAIN_SLURM_PROCESSES")

@@ -313,8 +313,8 @@ def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
     if not fits:
         what = f"{reduction} of {dtype}" + (f" times {scale}" if scale != 1 else "")
         raise DataError(
-            f"reduce keeps dtypes, and the {what} may not fit the dtype. Cast first, with "
-            "tensor.float() or tensor.long(), or reduce with 'sum' and divide afterwards."
+            f"reduce keeps the dtype of tensors, but the {what} may not fit into it. Call tensor.float() or "
+            "tensor.long() first, or use reduction='sum' and divide the result."
         )
 
 
@@ -449,7 +449,7 @@ class BlockGather:
         if size == _END:
             return False
         if size == _LEFT:
-            raise CollectiveError(f"{_OPERATION}: rank {rank} stopped before its last block. See its own error.")
+            raise CollectiveError(f"{_OPERATION}: rank {rank} failed before its last block. See the rank's own error.")
         content = self._received(torch.empty(size, dtype=torch.uint8), rank)
         if self._abandoned:
             return True

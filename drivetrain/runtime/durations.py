@@ -130,7 +130,7 @@ class Duration:
             return cls(float(seconds), Unit.SECONDS)
         if ":" in text:
             raise ConfigurationError(
-                f"{name}={text!r}: a time with colons has the format DD:HH:MM:SS, such as '00:06:00:00' for six hours.",
+                f"{name} is {text!r}, but a time with colons must have the format DD:HH:MM:SS, such as '00:06:00:00'.",
             )
         found = _TEXT.fullmatch(text)
         if found is None:
@@ -152,11 +152,11 @@ class Duration:
             return amount
         if unit is Unit.RUN:
             if not 0 < amount <= 1:
-                raise ConfigurationError(f"{given}: a part of the run must be above 0 % and at most 100 %.")
+                raise ConfigurationError(f"{given} is not a valid part of a run. Use above 0 % and at most 100 %.")
             return amount
         whole = round(amount)  # 2.01 * 1e6 is 2009999.9999999998
         if round(amount, 6) != whole:
-            raise ConfigurationError(f"{given}: the number of {unit} must be whole.")
+            raise ConfigurationError(f"{given} is not a whole number of {unit}. Use a whole number.")
         return whole
 
     @property

@@ -90,13 +90,13 @@ class ProcessEnvironment:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigurationError(
-                f"rank {self.rank} with world size {self.world_size} (from {self.source}) is not valid: "
-                "ranks go from 0 to the world size - 1. Check the launcher's variables.",
+                f"Rank {self.rank} with world size {self.world_size} (from {self.source}) is not valid. Ranks go from "
+                "0 to the world size - 1. Check the launcher's variables.",
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ConfigurationError(
-                f"local rank {self.local_rank} of {self.local_world_size} processes on this machine, with world "
-                f"size {self.world_size} (from {self.source}), is not valid. Check the launcher's variables.",
+                f"Local rank {self.local_rank} of {self.local_world_size} processes on this machine, with world size "
+                f"{self.world_size} (from {self.source}), is not valid. Check the launcher's variables.",
             )
 
     @property
@@ -166,7 +166,7 @@ class ProcessEnvironment:
             if local_world_size < world_size:
                 raise ConfigurationError(
                     f"MASTER_ADDR is not set, but {world_size - local_world_size} of {world_size} processes are on "
-                    f"other machines (from {source}). Set it to the name of rank 0's machine.",
+                    f"other machines (from {source}). Set MASTER_ADDR to the host name of rank 0's machine.",
                 )
             address = "127.0.0.1"
         port = _integer(variables, "MASTER_PORT", default=_slurm_port(variables))
@@ -224,8 +224,8 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
     if value in (None, ""):
         if default is None:
             raise ConfigurationError(
-                f"{key} is not set, though the launcher's other variables are. "
-                "Start the script with `drivetrain launch` or torchrun, or set it.",
+                f"{key} is not set, although the launcher's other variables are. Start the script with `drivetrain "
+                f"launch` or torchrun, or set {key}.",
             )
         return default
     try:

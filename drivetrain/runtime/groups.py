@@ -153,8 +153,8 @@ class TorchGroup:
         if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
             return op
         if not isinstance(op, str):
-            raise ConfigurationError(f"Unsupported op {op!r} of type {type(op).__name__}. Give a name, such as 'sum'.")
+            raise ConfigurationError(f"Unsupported op {op!r} of type {type(op).__name__}. Use a name, such as 'sum'.")
         found = getattr(dist.ReduceOp, op.upper(), None)
         if found is None:
-            raise ConfigurationError(f"op {op.upper()!r} is not a member of `ReduceOp`. Give a name such as 'sum'.")
+            raise ConfigurationError(f"op {op.upper()!r} is not a member of `ReduceOp`. Use a name such as 'sum'.")
         return found

@@ -138,14 +138,14 @@ def find_executable_batch_size(
         failure: MemoryError | None = None
         while True:
             if size < 1:
-                raise RuntimeError(f"{function.__name__} runs out of memory with any batch size, even 1.") from failure
+                raise RuntimeError(f"{function.__name__} runs out of memory even with batch size 1.") from failure
             made = attempt_together(functools.partial(function, size, *args, **kwargs), function.__name__, patience)
             if made.enough:
                 return made.result
             failure = made.failure or failure
             del made
             smaller = _smaller_batch_size(size, reduce_batch_size_fn)
-            logger.info("out of memory with a batch size of %d: trying %d", size, smaller)
+            logger.info("Out of memory with a batch size of %d. Trying a batch size of %d.", size, smaller)
             size = smaller
 
     return attempt

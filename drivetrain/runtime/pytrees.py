@@ -109,9 +109,9 @@ def recursively_apply(
             return _with_children(node, [visit(child) for child in children])
         if error_on_other_type:
             raise DataError(
-                f"{getattr(func, '__name__', repr(func))} was given a leaf of type {type(node).__name__!r}. "
-                "It takes tensors, and mappings, lists, tuples and dataclasses of them. Take other values "
-                "out first, or send them with gather_object or broadcast_object_list."
+                f"{getattr(func, '__name__', repr(func))} does not accept values of type {type(node).__name__!r}, "
+                "only tensors, and mappings, lists, tuples and dataclasses of tensors. Remove the other values, or "
+                "send them with gather_object or broadcast_object_list."
             )
         return node
 
@@ -218,15 +218,15 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         DataError: If `data` is empty, the forms differ, or a leaf is not a tensor.
     """
     if not data:
-        raise DataError("concatenate was given an empty list. Give it at least one structure of tensors.")
+        raise DataError("concatenate was given an empty list. Pass at least one structure of tensors.")
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat([_expect_tensor(item) for item in data], dim=dim)
     children = _children(first)
     if children is None:
         raise DataError(
-            f"concatenate was given a leaf of type {type(first).__name__!r}. It takes tensors, and "
-            "mappings, lists, tuples and dataclasses of them."
+            f"concatenate does not accept values of type {type(first).__name__!r}, only tensors, and mappings, lists, "
+            "tuples and dataclasses of tensors."
         )
     columns = [_matching_children(first, len(children), item) for item in data]
     return _with_children(first, [concatenate(column, dim) for column in zip(*columns, strict=True)])
@@ -309,7 +309,7 @@ def _matching_children(first: Any, count: int, other: Any) -> list[Any]:
 
 def _expect_tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        raise DataError(f"concatenate was given a tensor in one structure and {_describe(value)} in another.")
+        raise DataError(f"concatenate needs equal structures, but got a tensor and {_describe(value)}.")
     return value
 
 

@@ -270,7 +270,7 @@ class RandomState:
             )
         except KeyError as error:
             raise CheckpointError(
-                f"This random state has no {error}. It must come from RandomState.state_dict()."
+                f"This random state has no key {error}. Use a state from RandomState.state_dict()."
             ) from None
 
 
@@ -336,14 +336,14 @@ def _checked_seed(seed: int) -> int:
     except TypeError:
         value = -1
     if not 0 <= value <= MAX_SEED:
-        raise ConfigurationError(f"A seed must be an integer from 0 to {MAX_SEED} (2**32 - 1), got {seed!r}.")
+        raise ConfigurationError(f"seed is {seed!r}, but must be an integer from 0 to {MAX_SEED} (2**32 - 1).")
     return value
 
 
 def make_deterministic(mode: bool | str) -> None:
     """Make torch use deterministic algorithms, and configure cuBLAS and cuDNN accordingly."""
     if mode not in (True, "warn"):
-        raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.")
+        raise ConfigurationError(f"deterministic is {mode!r}, but must be True, False or 'warn'.")
     # cuBLAS reads this when it creates its handle: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=mode == "warn")

@@ -131,9 +131,8 @@ class PartialState:
         kind, number = get_device(asked) if asked else (detect_device_kind(), None)
         if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
             raise ConfigurationError(
-                f"{environment.local_world_size} processes on this machine, but only {kind.count()} "
-                f"{kind.name} device(s). Start fewer processes, or run on the CPU "
-                "(`drivetrain launch --cpu`).",
+                f"This machine runs {environment.local_world_size} processes, but has only {kind.count()} {kind.name} "
+                "device(s). Start fewer processes, or run on the CPU (`drivetrain launch --cpu`).",
             )
         chosen = kind.device(environment.local_rank if number is None else number)
         kind.set_device(chosen)
@@ -354,7 +353,7 @@ class PartialState:
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
                 raise ConfigurationError(
-                    f"split_between_processes needs values of equal length in a dict, got {lengths}."
+                    f"The values of a dict must have equal lengths to be split, but have {lengths}."
                 )
         length = len(next(iter(inputs.values()))) if isinstance(inputs, dict) and inputs else len(inputs)
         each, more = divmod(length, self.num_processes)
@@ -369,7 +368,7 @@ class PartialState:
         if apply_padding:
             raise ConfigurationError(
                 "split_between_processes cannot use apply_padding with dynamic=True, because the number of items per "
-                "process is not known in advance. Leave one of them out.",
+                "process is not known in advance. Remove one of the two arguments.",
             )
         # A single process has no rendezvous store, so its queue uses one in memory.
         store = (self.store or group_store()) if self.use_distributed else HashStore()
@@ -527,8 +526,8 @@ def _slice_and_pad(inputs: Any, start: int, end: int, missing: int) -> Any:
     if isinstance(inputs, Sequence):
         return [*part, *[inputs[-1]] * missing]
     raise ConfigurationError(
-        f"split_between_processes cannot repeat the last item of a {type(inputs).__name__}. Give a list, a "
-        "tuple or a tensor, or leave apply_padding off.",
+        f"split_between_processes cannot repeat the last item of a {type(inputs).__name__}. Pass a list, a tuple or a "
+        "tensor, or remove apply_padding.",
     )
 
 

@@ -85,7 +85,7 @@ class WorkQueue:
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._call_store(partial(self._store.check, [key]))]
             raise CollectiveError(
-                f"split_between_processes(dynamic=True): rank {', '.join(map(str, missing))} did not call it. All "
+                f"Rank {', '.join(map(str, missing))} did not call split_between_processes(dynamic=True). All "
                 f"processes must call it. ({error})"
             ) from error
 
@@ -162,8 +162,8 @@ class WorkQueue:
         failed = [index for index, holder in enumerate(holders) if holder == _GIVEN_UP]
         if failed:
             raise DataError(
-                f"Items {failed} were each given to {_MOST_ATTEMPTS} processes, which all exited before they finished "
-                "them. See their own errors for the cause."
+                f"Items {failed} were each assigned to {_MOST_ATTEMPTS} processes, which all exited before they "
+                "finished the item. See the errors of these processes for the cause."
             )
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
@@ -309,8 +309,8 @@ class WorkQueue:
             return ask()
         except RuntimeError as error:
             raise CollectiveError(
-                f"The work queue cannot reach the rendezvous store ({error}). The process that serves it has exited; "
-                "see its own error for the cause."
+                f"The work queue cannot reach the rendezvous store ({error}). The process that serves the store has "
+                "exited. See the error of that process for the cause."
             ) from error
 
 
@@ -319,7 +319,7 @@ def _length(inputs: Any) -> int:
         return len(inputs)
     lengths = {key: len(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigurationError(f"split_between_processes needs values of equal length in a dict, got {lengths}.")
+        raise ConfigurationError(f"The values of a dict must have equal lengths to be split, but have {lengths}.")
     return next(iter(lengths.values()), 0)
 
 

@@ -71,7 +71,7 @@ def start(spmd: bool) -> None:
     if is_started() and bool(runtime.is_spmd()) != spmd:
         now, asked = ("over all devices", "on one device") if not spmd else ("on one device", "over all devices")
         raise ConfigurationError(
-            f"This process's XLA runtime already runs {now} and cannot run {asked} too. Use one mode per process: "
+            f"The XLA runtime of this process already runs {now}, so it cannot run {asked}. Use one mode per process: "
             "XLA(spmd=False) for one device, XLA() or XLAFSDP() for all.",
         )
     if not is_started():

@@ -31,12 +31,12 @@ def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
         if node is None:
             return None
         if _count_values(node, {}) > MOST_VALUES:
-            raise yaml.YAMLError(f"its anchors stand for more than {MOST_VALUES:,} values")
+            raise yaml.YAMLError(f"its anchors expand to more than {MOST_VALUES:,} values")
         return construct(loader, node)
     except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply, or an anchor holds itself") from None
+        raise yaml.YAMLError("it is nested too deeply, or an anchor contains itself") from None
     except (ValueError, TypeError, OverflowError) as error:  # an impossible date or number
-        raise yaml.YAMLError(f"it holds a value that cannot be read: {error}") from error
+        raise yaml.YAMLError(f"it contains a value that cannot be read: {error}") from error
     finally:
         loader.dispose()
 

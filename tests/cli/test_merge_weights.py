@@ -61,6 +61,6 @@ def test_the_checkpoint_is_removed_when_asked(checkpoint: Path, tmp_path: Path) 
 
 
 def test_weights_inside_the_checkpoint_are_not_removed_with_it(checkpoint: Path) -> None:
-    with pytest.raises(ConfigurationError, match="would remove the weights too"):
+    with pytest.raises(ConfigurationError, match="would also remove the new weights"):
         merge(checkpoint, checkpoint / "out", "--remove_checkpoint_dir")
     assert checkpoint.is_dir()

@@ -110,7 +110,7 @@ def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     ("content", "named"),
     [
         ({"distributed_type": "FSDP"}, "no fsdp_config"),
-        (config(fsdp_version=2), "fsdp_version is 2 already"),
+        (config(fsdp_version=2), "fsdp_version is already 2"),
         (config(fsdp_sharding_strategy="ALL_SHARD"), "FULL_SHARD"),
         ([1], "no settings"),
     ],

@@ -69,7 +69,7 @@ def test_a_file_of_settings_names_the_pod_and_its_commands(tmp_path: Path) -> No
     ("arguments", "named"),
     [
         (["--command", "ls"], "tpu_name"),
-        ([*TPU], "nothing to run"),
+        ([*TPU], "no command to run"),
         ([*TPU, "--command_file", "no-such-file"], "'no-such-file'"),
         ([*TPU, "--command", "ls", "--install_accelerate", "--accelerate_version", "newest"], "'newest'"),
     ],

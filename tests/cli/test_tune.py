@@ -79,4 +79,4 @@ def test_a_script_that_fails_or_is_missing_is_an_error(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "the unchanged script failed: ValueError: there is no data" in ended.stderr
     ended = tune(tmp_path, "other.py")
-    assert (ended.returncode, "There is no script 'other.py'" in ended.stderr) == (2, True)
+    assert (ended.returncode, "Script 'other.py' does not exist" in ended.stderr) == (2, True)

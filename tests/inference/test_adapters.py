@@ -185,7 +185,7 @@ def test_a_parameter_that_is_unfrozen_beside_the_adapters_is_saved_loaded_and_me
     assert torch.allclose(merged(x), model(x), atol=1e-5)
 
     save_file({**state, "norm.weight": torch.zeros(3)}, tmp_path / "adapters.safetensors")
-    with pytest.raises(CheckpointError, match=r"norm\.weight is \(3,\).* and \(128,\)"):
+    with pytest.raises(CheckpointError, match=r"norm\.weight.*: \(3,\) trained, \(128,\)"):
         merge_adapters(tmp_path / "adapters.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")
 
 
@@ -219,11 +219,11 @@ def test_the_frozen_layers_follow_the_model_to_its_dtype_and_device_without_losi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 0}, r"QLoRA\(rank=0\): give 1 or more"),
-        ({"dropout": 1.0}, r"give a probability of at least 0 and below 1"),
-        ({"quantizer": "nf5"}, r"no quantizer 'nf5'.*'nf4'"),
-        ({"backend": "pefft"}, r"QLoRA\(backend='pefft'\): give 'drivetrain' or 'peft'.*'peft'"),
-        ({"peft_options": {"use_rslora": True}}, r"needs backend='peft'. Set it, or leave the options out"),
+        ({"rank": 0}, r"rank is 0, but must be at least 1"),
+        ({"dropout": 1.0}, r"must be at least 0 and less than 1"),
+        ({"quantizer": "nf5"}, r"Unknown quantizer 'nf5'.*'nf4'"),
+        ({"backend": "pefft"}, r"backend cannot be 'pefft'. Use 'drivetrain' or 'peft'.*'peft'"),
+        ({"peft_options": {"use_rslora": True}}, r"needs backend='peft'. Set it, or remove peft_options"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
@@ -255,5 +255,5 @@ def test_weights_of_another_model_are_not_merged_into(tmp_path: Path) -> None:
     save_file({"other.weight": torch.ones(2)}, tmp_path / "base.safetensors")
     with pytest.raises(CheckpointError, match=r"has an adapter for \w+, but .* has no \w+\.weight"):
         merge_adapters(tmp_path / "adapters.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="contains no adapters"):
+    with pytest.raises(CheckpointError, match="has no adapters"):
         merge_adapters(tmp_path / "base.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")

@@ -455,8 +455,8 @@ def test_a_map_of_everything_passes():
     ("device_map", "message"),
     [
         ({"layer1": 0, "layer2": 0, "layer3.linear1": 0, "layer3.batchnorm": 1}, "no device to layer3.linear2.weight"),
-        ({"layer1": 0, "layer2": 1, "layer3": 0, "layer3.linear1": 1}, "'layer3.linear1' twice: 1 by its own name"),
-        ({"": 0, "layer3": 1, "layer3.linear1.weight": 2}, "'layer3.linear1.weight' twice: 2 by its own name"),
+        ({"layer1": 0, "layer2": 1, "layer3": 0, "layer3.linear1": 1}, "puts 'layer3.linear1' on 1, but 'layer3'"),
+        ({"": 0, "layer3": 1, "layer3.linear1.weight": 2}, "puts 'layer3.linear1.weight' on 2, but 'layer3'"),
         ({"layer1": 0, "layer2": 1, "layer3": 1}, "layer1.linear2.weight and layer3.linear2.weight are one weight"),
         ({"": "cpu", "layer3": "disk"}, "puts them on 'cpu' and 'disk'. Put both on one device."),
     ],

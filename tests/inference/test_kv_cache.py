@@ -67,13 +67,13 @@ def test_caches_of_transformers_hold_as_much(name: str, config: dict[str, Any], 
 
 
 def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"needs the config.json"):
+    with pytest.raises(ConfigurationError, match=r"needs a transformers model's config.json"):
         read_config("tests.cli.models:Tagger")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="is not JSON"):
         read_config(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigurationError, match="does not contain a JSON object"):
+    with pytest.raises(ConfigurationError, match="is not a JSON object"):
         read_config(str(tmp_path / "config.json"))
     with pytest.raises(ConfigurationError, match="num_hidden_layers"):
         kv_cache_values({"hidden_size": 4}, 1, 1)

@@ -72,7 +72,7 @@ def test_weights_of_safetensors_are_not_copied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("[]", "not an index"), ("{", "cannot be read"), (None, "cannot be read")]
+    ("content", "message"), [("[]", "not a valid index"), ("{", "cannot be read"), (None, "cannot be read")]
 )
 def test_a_folder_without_an_index_is_refused(tmp_path, content, message):
     if content is not None:

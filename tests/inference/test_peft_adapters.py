@@ -156,9 +156,9 @@ def test_a_copy_computes_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"r": 3}, r"has 'r'. Give QLoRA's rank, alpha, dropout and targets instead"),
-        ({"use_dora": True}, r"use_dora reads the weights of the base layers"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' reads the weights"),
+        ({"r": 3}, r"cannot set 'r'. Use QLoRA's own arguments instead"),
+        ({"use_dora": True}, r"does not support use_dora, which needs the unquantized weights"),
+        ({"init_lora_weights": "pissa"}, r"does not support init_lora_weights='pissa'"),
         ({"use_rslorra": True}, r"no option 'use_rslorra'.*'use_rslora'"),
     ],
 )

@@ -204,8 +204,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "makes 3 stages, but there are 2 processes": ({"split_points": ["blocks.1", "blocks.2"]}, {}),
     "must be 'auto' or a list of module names": ({"split_points": "blocks.1"}, {}),
     "has no 'Blok'.*'Block'": ({"no_split_module_classes": ["Blok"]}, {}),
-    "num_chunks must be at least 1, got 0": ({"num_chunks": 0}, {}),
-    "9 tensors of this stage .* such as 'blocks.2.linear.weight'. Give weights=": ({"meta": True}, {}),
+    "num_chunks is 0, but must be at least 1": ({"num_chunks": 0}, {}),
+    "9 tensors of this stage .* such as 'blocks.2.linear.weight'. Pass a file or folder": ({"meta": True}, {}),
     "The weights have no 'blocks.2.linear.weight'": ({"meta": True, "weights": {}}, {}),
     r"returns a tensor of shape \(\) .*num_chunks=1": ({}, {"loss": True}),
 }

@@ -80,7 +80,7 @@ TWICE = {"words": "cpu", "table": "cpu", "layers": "disk", "layers.1": "cpu", "n
     ("device_map", "message"),
     [
         (SPLIT, r"head\.weight and words\.weight are one weight, but .* on 'disk' and 'cpu'\. Put both on one device"),
-        (TWICE, r"names 'layers\.1' twice: 'cpu' by its own name, and 'disk' by 'layers'\. Name the other modules"),
+        (TWICE, r"puts 'layers\.1' on 'cpu', but 'layers', which contains it, on 'disk'"),
     ],
     ids=["a tie on two", "a module twice"],
 )

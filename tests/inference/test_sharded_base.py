@@ -208,5 +208,5 @@ def test_an_evaluation_changes_nothing_of_the_training_after_it(base: str) -> No
 
 
 def test_a_base_that_is_neither_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"QLoRA\(base='shard'\): give 'replicated' or 'sharded'.*'sharded'"):
+    with pytest.raises(ConfigurationError, match=r"base cannot be 'shard'. Use 'replicated' or 'sharded'.*'sharded'"):
         QLoRA(base="shard")

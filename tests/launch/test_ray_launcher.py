@@ -235,7 +235,7 @@ def test_more_than_the_cluster_has_is_refused_with_what_it_has(cluster: str, tmp
     flags = ["--num_processes", "9", "--cpu", "--rdzv_conf", "timeout=2"]
     ended = on_ray(cluster, tmp_path, *flags, "script.py")
     assert ended.code == 1
-    assert "Ray did not have 9 x 1 CPU free within 2 s, it has 4 of 4 CPU free" in ended.err
+    assert "Ray did not have 9 x 1 CPU free within 2 s, but only 4 of 4 CPU free" in ended.err
     assert "Traceback" not in ended.err
 
 

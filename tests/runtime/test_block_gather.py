@@ -114,7 +114,7 @@ def leaves_and_gathers_again() -> list[Any]:
 def test_a_process_that_leaves_ends_the_wait_and_the_next_gather_is_whole():
     main, other = run_in_processes(leaves_and_gathers_again, 2, timeout=60)
     assert main == [
-        "gather of results: rank 1 stopped before its last block. See its own error.",
+        "gather of results: rank 1 failed before its last block. See the rank's own error.",
         [10, 11],
     ]
     assert other == ["", []]

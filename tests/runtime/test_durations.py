@@ -52,7 +52,7 @@ def test_a_duration_is_read_as_it_is_written(written: Any, amount: float, unit: 
         ("2 epocs", "Did you mean 'epochs'?"),
         ("10", "the unit is missing"),
         ("5M", "'M' is not a unit"),
-        ("1.5 steps", "the number of steps must be whole"),
+        ("1.5 steps", "not a whole number of steps"),
         ("120%", "at most 100 %"),
         ("-3 steps", "is not a duration"),
         ("soon", "is not a duration"),

@@ -123,10 +123,10 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
         pytest.param({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not", id="rank 0 of no size"),
         pytest.param({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not", id="no rank"),
         pytest.param(without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK is not set", id="no local rank"),
-        pytest.param({**TORCHRUN, "RANK": "8"}, "rank 8 with world size 8 .*torchrun", id="rank too large"),
-        pytest.param({**TORCHRUN, "RANK": "-1"}, "rank -1 with world size 8", id="rank below 0"),
-        pytest.param({**TORCHRUN, "WORLD_SIZE": "0", "RANK": "0"}, "rank 0 with world size 0", id="an empty world"),
-        pytest.param({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4 processes", id="local rank too large"),
+        pytest.param({**TORCHRUN, "RANK": "8"}, "Rank 8 with world size 8 .*torchrun", id="rank too large"),
+        pytest.param({**TORCHRUN, "RANK": "-1"}, "Rank -1 with world size 8", id="rank below 0"),
+        pytest.param({**TORCHRUN, "WORLD_SIZE": "0", "RANK": "0"}, "Rank 0 with world size 0", id="an empty world"),
+        pytest.param({**TORCHRUN, "LOCAL_RANK": "4"}, "Local rank 4 of 4 processes", id="local rank too large"),
         pytest.param(
             {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
             "9 processes on this machine, with world size 8",
@@ -152,7 +152,7 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
         ),
         pytest.param(
             {**TORCHRUN, "DRIVETRAIN_LAUNCHED": "1", "RANK": "8"},
-            r"rank 8 with world size 8 \(from drivetrain launch\)",
+            r"Rank 8 with world size 8 \(from drivetrain launch\)",
             id="our own launcher's variables",
         ),
         pytest.param(

@@ -135,7 +135,7 @@ def test_a_leaf_that_is_no_tensor_can_be_refused_by_name() -> None:
     def scale(tensor: Tensor) -> Tensor:
         return tensor
 
-    with pytest.raises(DataError, match=r"scale was given a leaf of type 'str'.*gather_object"):
+    with pytest.raises(DataError, match=r"scale does not accept values of type 'str'.*gather_object"):
         pytrees.recursively_apply(scale, {"a": [one(), "text"]}, error_on_other_type=True)
 
 
@@ -232,8 +232,8 @@ def test_concatenating_goes_by_the_keys_and_not_by_their_order() -> None:
         ([{"a": one()}, {"b": one()}], r"different forms: a dict with the keys \['a'\] and .*\['b'\]"),
         ([[one()], [one(), one()]], "different forms: a list of 1 .* and a list of 2"),
         ([[one()], one()], "different forms"),
-        ([one(), "text"], "a tensor in one structure and an object of type 'str'"),
-        ([["text"], ["text"]], "leaf of type 'str'"),
+        ([one(), "text"], "got a tensor and an object of type 'str'"),
+        ([["text"], ["text"]], "values of type 'str'"),
     ],
 )
 def test_what_cannot_be_concatenated_is_said(parts: Any, message: str) -> None:

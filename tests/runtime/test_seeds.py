@@ -67,7 +67,7 @@ def test_every_integer_of_32_bits_is_a_seed(seed: Any) -> None:
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", None, True])
 def test_anything_else_is_refused_before_anything_is_seeded(seed: Any) -> None:
     state = random.getstate()
-    with pytest.raises(ConfigurationError, match=r"from 0 to 4294967295.*got"):
+    with pytest.raises(ConfigurationError, match=r"from 0 to 4294967295"):
         set_seed(seed)
     assert random.getstate() == state
     assert seeds.recorded_seed() is None
@@ -148,7 +148,7 @@ def test_seeding_alone_leaves_determinism_as_it_is() -> None:
 
 def test_an_unknown_deterministic_mode_is_refused() -> None:
     before = torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ConfigurationError, match=r"True, False or 'warn', got 'always'"):
+    with pytest.raises(ConfigurationError, match=r"'always', but must be True, False or 'warn'"):
         set_seed(7, deterministic="always")  # type: ignore[arg-type]
     assert torch.are_deterministic_algorithms_enabled() is before
 
@@ -278,7 +278,7 @@ def test_a_state_survives_json() -> None:
 def test_a_state_dict_with_a_missing_part_is_refused() -> None:
     exported = RandomState.capture().state_dict()
     del exported["numpy"]["position"]
-    with pytest.raises(CheckpointError, match="no 'position'"):
+    with pytest.raises(CheckpointError, match="no key 'position'"):
         RandomState.from_state_dict(exported)
 
 

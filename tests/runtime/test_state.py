@@ -89,7 +89,7 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with (
         pretend_device(count=2),
-        pytest.raises(ConfigurationError, match=r"3 processes on this machine, but only 2 pretend.*--cpu"),
+        pytest.raises(ConfigurationError, match=r"3 processes, but has only 2 pretend.*--cpu"),
     ):
         PartialState(device="pretend")
 
@@ -348,9 +348,7 @@ def test_inputs_are_split_in_order(name: str, expected: list[Any], split_parts: 
 
 
 def test_a_dict_of_uneven_values_is_refused_on_every_process(split_parts: list[dict[str, Any]]) -> None:
-    assert all(
-        "values of equal length in a dict, got {'x': 1, 'y': 2}" in parts["uneven dict"] for parts in split_parts
-    )
+    assert all("equal lengths to be split, but have {'x': 1, 'y': 2}" in parts["uneven dict"] for parts in split_parts)
 
 
 def test_what_cannot_be_padded_is_refused_on_every_process(split_parts: list[dict[str, Any]]) -> None:

@@ -119,7 +119,7 @@ def test_an_item_that_ends_every_process_is_given_up_and_named():
         fail_with(store, number, ["bad", "good"], "bad")
     with (
         WorkQueue(["bad", "good"], store, 0, 4) as work,
-        pytest.raises(DataError, match=r"Items \[0\] were each given to 3 processes"),
+        pytest.raises(DataError, match=r"Items \[0\] were each assigned to 3 processes"),
     ):
         work.map(str)
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_shared_is_refused():
     split = PartialState(cpu=True).split_between_processes
     with pytest.raises(ConfigurationError, match="cannot use apply_padding with dynamic=True"):
         split([1], apply_padding=True, dynamic=True).__enter__()
-    with pytest.raises(ConfigurationError, match="values of equal length"):
+    with pytest.raises(ConfigurationError, match="equal lengths"):
         split({"x": [1], "y": [1, 2]}, dynamic=True).__enter__()
 
 
@@ -210,5 +210,5 @@ def test_a_store_that_is_gone_is_named():
 def test_a_process_that_does_not_come_is_named():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(CollectiveError, match=r"rank 1, 2 did not call it. All processes must call it"):
+    with pytest.raises(CollectiveError, match=r"Rank 1, 2 did not call .* All processes must call it"):
         WorkQueue([1, 2], store, 0, 3).wait_for_all()

@@ -24,8 +24,8 @@ MERGES = "a: &a {x: 1}\n" + "".join(
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 HOSTILE = {
-    "aliases that expand": (LAUGHS, "anchors stand for more than"),
-    "merges that expand": (MERGES, "anchors stand for more than"),
+    "aliases that expand": (LAUGHS, "anchors expand to more than"),
+    "merges that expand": (MERGES, "anchors expand to more than"),
     "an alias of itself": ("a: &a [*a]" + " " * 100, "anchor"),
     "too deep": ("[" * 5000, "nested too deeply"),
     "too deep in blocks": ("- " * 5000 + "x", "nested too deeply"),
@@ -92,5 +92,5 @@ def test_every_reader_of_yaml_is_bounded(
     file = Path("hostile.yaml")
     file.write_text(LAUGHS)
     said = reader(file)
-    assert "anchors stand for more than" in said + capsys.readouterr().err
+    assert "anchors expand to more than" in said + capsys.readouterr().err
     assert os.listdir() == ["hostile.yaml"]

@@ -195,7 +195,7 @@ def test_batches_are_placed_on_a_stream_of_their_own(driver):
 def test_more_processes_than_devices_are_refused():
     from tests.pool import ProcessesFailed
 
-    with pytest.raises(ProcessesFailed, match=r"3 processes on this machine, but only 2 pretend device\(s\)"):
+    with pytest.raises(ProcessesFailed, match=r"3 processes, but has only 2 pretend device\(s\)"):
         run_in_processes(train, 3, args=("accelerator", "pretend", False, "32"), env={"DRIVETRAIN_USE_CPU": None})
 
 

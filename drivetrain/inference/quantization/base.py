@@ -224,7 +224,7 @@ def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
         ConfigurationError: The name is already in use.
     """
     if kind.name in {*_BUILT_IN, *_CLASSES} or _registered.get(kind.name, kind) is not kind:
-        raise ConfigurationError(f"A quantizer named {kind.name!r} already exists. Give {kind.__name__} another name.")
+        raise ConfigurationError(f"A quantizer named {kind.name!r} already exists. Rename {kind.__name__}.")
     _registered[kind.name] = kind
     return kind
 
@@ -246,7 +246,7 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
     if given not in _BUILT_IN:
         known = [*_BUILT_IN, *_registered]
         raise ConfigurationError(
-            f"There is no quantizer {given!r}. Give one of {', '.join(known)}.{nearest(str(given), known)}",
+            f"Unknown quantizer {given!r}. Use one of {', '.join(known)}.{nearest(str(given), known)}",
         )
     module, _, options = _BUILT_IN[given]
     found: Quantizer = class_of(module)(**options)

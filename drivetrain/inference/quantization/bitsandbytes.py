@@ -45,10 +45,10 @@ class BitsAndBytes(Quantizer):
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ConfigurationError(f"bits={self.bits!r}: bitsandbytes supports 4 and 8.")
+            raise ConfigurationError(f"bits is {self.bits!r}, but bitsandbytes supports only 4 and 8.")
         if self.quant_type not in _TYPES:
             raise ConfigurationError(
-                f"quant_type={self.quant_type!r}: give 'nf4' or 'fp4'.{nearest(self.quant_type, _TYPES)}"
+                f"quant_type is {self.quant_type!r}, but must be 'nf4' or 'fp4'.{nearest(self.quant_type, _TYPES)}"
             )
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_of("compute_dtype", self.compute_dtype)
@@ -235,9 +235,9 @@ class BnbQuantizationConfig:
 
     def __post_init__(self) -> None:
         if self.load_in_8bit == self.load_in_4bit:
-            both = "and" if self.load_in_8bit else "nor"
+            both = "both are" if self.load_in_8bit else "neither is"
             raise ConfigurationError(
-                f"load_in_8bit={self.load_in_8bit} {both} load_in_4bit={self.load_in_4bit}: set exactly one to True.",
+                f"Exactly one of load_in_8bit and load_in_4bit must be True, but {both}.",
             )
         self.bnb_4bit_compute_dtype = dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
@@ -277,5 +277,5 @@ def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator
 def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:
     found = _SHORT.get(given) or getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.")
+        raise ConfigurationError(f"{argument} is {given!r}, but must be a torch dtype, 'fp32', 'fp16' or 'bf16'.")
     return found

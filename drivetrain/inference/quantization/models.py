@@ -123,15 +123,15 @@ def quantize_model(
     chosen.check()
     source = None if weights is None else open_weights(weights)
     if source is None and (empty := [name for name, place in named_places(model).items() if place.tensor.is_meta]):
-        raise CheckpointError(f"{empty[0]} is on the meta device and has no values. Give weights=... to load them.")
+        raise CheckpointError(f"{empty[0]} is on the meta device and has no values. Pass weights=...")
     given = None if device_map is None else loading.as_dict(model, device_map, dtype=dtype)
     where = _where(model, given)
     skipped = [*(default_skips(model) if skip_modules is None else skip_modules), *(keep_in_fp32_modules or ())]
     layers = [name for name, _ in _linear(model, chosen) if not is_within(name, skipped) and _is_resident(name, where)]
     if not layers:
         raise ConfigurationError(
-            f"No layer of {type(model).__name__} can be quantized: all linear layers are in skip_modules={skipped!r}, "
-            "or are on the CPU or disk next to an accelerator.",
+            f"No layer of {type(model).__name__} can be quantized, because all linear layers are in "
+            f"skip_modules={skipped!r}, or are offloaded to the CPU or disk. Check skip_modules and device_map.",
         )
     used: set[str] = set()
     for name in layers:
@@ -211,12 +211,12 @@ def _weight(name: str, layer: nn.Linear, source: Weights) -> Tensor:
     full = f"{name}.weight"
     full = full if full in source else source.same.get(full, full)
     if full not in source:
-        raise CheckpointError(f"{source.where} has no {name}.weight.")
+        raise CheckpointError(f"{source.where} has no weight {name}.weight. Check the checkpoint's path.")
     entry = source.entries[full]
     if entry.shape != tuple(layer.weight.shape) or not entry.dtype.is_floating_point:
         raise CheckpointError(
-            f"{full} has shape {tuple(entry.shape)} and dtype {entry.dtype} in {source.where}, but the model needs "
-            f"shape {tuple(layer.weight.shape)} and a floating-point dtype."
+            f"{full!r} has shape {tuple(entry.shape)} and dtype {entry.dtype} in {source.where}, but the model needs "
+            f"shape {tuple(layer.weight.shape)} and a floating-point dtype. Use a checkpoint of this model."
         )
     return source[full]
 
@@ -308,7 +308,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
         if layer is None or not how.quantizer.takes(layer):
             raise CheckpointError(
                 f"{os.fspath(directory)} has a quantized layer {name!r}, but {type(model).__name__} has "
-                f"{'no such layer' if layer is None else 'a ' + type(layer).__name__}. Build the model as it was saved."
+                f"{'no such layer' if layer is None else 'a ' + type(layer).__name__}. Build the model that was saved."
             )
         found = {each.removeprefix(f"{name}."): each for each in source if each.startswith(f"{name}.")}
         found.pop("bias", None)
@@ -338,13 +338,13 @@ def _cast_to_file_dtypes(model: nn.Module, names: Collection[str], source: Weigh
 
 def _read_description(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
     if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}. Give a folder that save_quantized has written.")
+        raise CheckpointError(f"{path.parent} has no {path.name}. Use a folder written by save_quantized.")
     try:
         described = json.loads(path.read_text())
         name, options = str(described["quantizer"]), dict(described["options"])
         layers, texts = tuple(str(each) for each in described["layers"]), dict(described["texts"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a valid description of a quantized model: {error}") from error
+        raise CheckpointError(f"{path} does not describe a quantized model: {error}") from error
     kind = class_of(name)
     try:
         return Quantization(kind(**options), layers), texts

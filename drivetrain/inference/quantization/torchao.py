@@ -51,14 +51,14 @@ class TorchAO(Quantizer):
     def __post_init__(self) -> None:
         if self.scheme == "nf4":
             raise ConfigurationError(
-                "torchao no longer supports 'nf4'. Use BitsAndBytes(4, quant_type='nf4'), or the name 'nf4'.",
+                "torchao no longer supports 'nf4'. Use quantizer='nf4' or BitsAndBytes(4, quant_type='nf4') instead.",
             )
         if self.scheme not in _SCHEMES:
             raise ConfigurationError(
-                f"TorchAO({self.scheme!r}): give one of {', '.join(_SCHEMES)}.{nearest(self.scheme, _SCHEMES)}",
+                f"scheme is {self.scheme!r}, but must be one of {', '.join(_SCHEMES)}.{nearest(self.scheme, _SCHEMES)}",
             )
         if self.group_size is not None and self.scheme != "int4wo":
-            raise ConfigurationError(f"group_size is only for 'int4wo': {self.scheme!r} has one scale per row.")
+            raise ConfigurationError(f"group_size needs 'int4wo', because {self.scheme!r} has one scale per row.")
 
     def check(self) -> None:
         if find_spec("torchao") is None:
@@ -72,8 +72,8 @@ class TorchAO(Quantizer):
             if self.scheme == "float8dq" and torch.accelerator.is_available():
                 return  # the failed check ran on the CPU, but the scheme supports accelerators only
             raise ConfigurationError(
-                f"torchao does not support {self.scheme!r} on this machine: {error} All machines support 'int8wo', "
-                "'int8dq', 'float8wo', and 'nf4' of bitsandbytes.",
+                f"torchao does not support {self.scheme!r} on this machine: {error} Use 'int8wo', 'int8dq', "
+                "'float8wo' or bitsandbytes' 'nf4', which all machines support.",
             ) from error
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
@@ -134,7 +134,7 @@ class TorchAO(Quantizer):
         made_of = unflatten({f"{_PREFIX}{name}": value.to(device) for name, value in tensors.items()}, dict(texts))
         found, left = made_of if isinstance(made_of, tuple) else (made_of, {})  # older versions return only a dict
         if left or _NAME not in found:
-            raise CheckpointError(f"torchao could not rebuild a weight from {', '.join(sorted(tensors))}.")
+            raise CheckpointError(f"torchao cannot rebuild a weight from {', '.join(sorted(tensors))}.")
         made = linear_like(layer, nn.Linear)
         made.weight = nn.Parameter(found[_NAME], requires_grad=False)
         return made  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ class Setting:
         return str(value)
 
     def _refuse(self, value: Any, where: str, allowed: str) -> ConfigurationError:
-        return ConfigurationError(f"{where}={value!r}: give {allowed}.")
+        return ConfigurationError(f"{where} is {value!r}, but must be {allowed}.")
 
     def _bool(self, value: Any, where: str) -> bool:
         known = _TRUTH.get(str(value).lower()) if isinstance(value, bool | int | str) else None
@@ -106,7 +106,7 @@ class Setting:
 
     def _text(self, value: Any, where: str) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise self._refuse(value, where, "a text")
+            raise self._refuse(value, where, "text")
         return _printable(str(value), where)
 
     def _choice(self, value: Any, where: str) -> str:
@@ -130,7 +130,7 @@ class Setting:
         if isinstance(value, str):
             value = value.split(",")
         if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-            raise self._refuse(value, where, "a list of words, or one text with commas")
+            raise self._refuse(value, where, "a list of words or a text with commas")
         return [_printable(each.strip(), where) for each in value if each.strip()]
 
     def _bools(self, value: Any, where: str) -> list[bool]:
@@ -139,7 +139,7 @@ class Setting:
         if isinstance(value, bool):
             value = [value] * 3
         if not isinstance(value, list | tuple) or len(value) != 3:
-            raise self._refuse(value, where, "three values of true or false, such as [false, false, false]")
+            raise self._refuse(value, where, "a list of three booleans, such as [false, false, false]")
         return [self._bool(each, where) for each in value]
 
 
@@ -530,7 +530,7 @@ MEGATRON = Group(
             "Only false. Use --use_fsdp to shard parameters.",
             "bool",
             inert="it is off",
-            refused="Megatron's own FSDP is not supported. Leave it out, or shard parameters with use_fsdp.",
+            refused="Megatron's own FSDP is not supported. Remove the key, or shard parameters with use_fsdp.",
         ),
         # Keys of older configuration files and plugins
         Setting("megatron_lm_seq_length", _IGNORED, "int", inert="the batches define it"),

@@ -204,7 +204,7 @@ class _Reader:
             found.setdefault("num_processes", 1)
         if found.get("cpu") and found.get("multi_gpu"):
             raise ConfigurationError(
-                f"{self._where} has distributed_type: {kind}, but also use_cpu: true. Leave use_cpu out, or give "
+                f"{self._where} has distributed_type: {kind}, but also use_cpu: true. Remove use_cpu, or set "
                 "distributed_type: MULTI_CPU.",
             )
         # The ids have no effect on the CPU, and the check of the options would reject them.
@@ -236,7 +236,7 @@ class _Reader:
         if self.found.get(setting.name, parsed) != parsed:
             raise ConfigurationError(
                 f"{place} is {parsed!r}, but the file also sets {setting.name} to {self.found[setting.name]!r} under "
-                "another key. Give one of them.",
+                "another key. Remove one of the two keys.",
             )
         self.found[setting.name] = parsed
 
@@ -382,11 +382,11 @@ def collect(
         switch = group.switch if group is not None else ""
         if name in from_flags and switch and (switch not in merged or not merged[switch].value):
             raise ConfigurationError(
-                f"--{name} {given.value} has no effect without --{switch}. Add that flag, or leave --{name} out.",
+                f"--{name} {given.value} has no effect without --{switch}. Add --{switch}, or remove --{name}.",
             )
     if "ray_address" in from_flags and ("launcher" not in merged or merged["launcher"].value != "ray"):
         raise ConfigurationError(
-            "--ray_address has no effect without --launcher ray. Add that flag, or leave --ray_address out.",
+            "--ray_address has no effect without --launcher ray. Add --launcher ray, or remove --ray_address.",
         )
     return merged
 
@@ -408,8 +408,8 @@ def _split_endpoint(flags: dict[str, Given]) -> None:
     address, _, port = given.value.rpartition(":") if ":" in given.value else (given.value, "", "")
     if not address or (port and not port.isdigit()):
         raise ConfigurationError(
-            f"--rdzv_endpoint={given.value!r}: give an address and a port, such as 10.0.0.1:29500."
+            f"--rdzv_endpoint is {given.value!r}, but must be an address and a port, such as 10.0.0.1:29500."
         )
     for name, value in (("main_process_ip", address), ("main_process_port", int(port) if port else None)):
         if value is not None and flags.setdefault(name, Given(value, given.source)).value != value:
-            raise ConfigurationError(f"--rdzv_endpoint={given.value!r} contradicts --{name}. Give one of the two.")
+            raise ConfigurationError(f"--rdzv_endpoint={given.value!r} contradicts --{name}. Use only one of them.")

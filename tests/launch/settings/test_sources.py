@@ -92,7 +92,7 @@ def test_an_endpoint_is_an_address_and_a_port() -> None:
 
 
 def test_a_variable_that_cannot_be_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="DRIVETRAIN_FSDP_OFFLOAD_PARAMS='maybe'"):
+    with pytest.raises(ConfigurationError, match="DRIVETRAIN_FSDP_OFFLOAD_PARAMS is 'maybe'"):
         settings_in_environment({"DRIVETRAIN_FSDP_OFFLOAD_PARAMS": "maybe"})
 
 

@@ -263,7 +263,7 @@ def refuse() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("one device", "already runs over all devices and cannot run on one device too"),
+        ("one device", "already runs over all devices, so it cannot run on one device"),
         ("sizes", "do not multiply to the 4 XLA device(s) of this process. Sizes that fit: 1, 2, 4"),
         ("style", "assigns the style ColwiseParallel to '2', a LayerNorm"),
         ("pattern", "tp_plan has patterns that match no module of Sequential: '9'"),
