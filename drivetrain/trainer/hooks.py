@@ -62,7 +62,7 @@ class Hooks:
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return all overrides of an evaluation hook, such as `on_test_batch_end`, for the batches of one loader.
+        """Return a hook's overrides, such as those of `on_test_batch_end`, with the loader's index bound if needed.
 
         The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
@@ -79,16 +79,16 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook that run first: those of most callbacks, then the task's.
+        """Return the overrides of an epoch-end hook, except those of callbacks with `runs_last_at_epoch_end`.
 
-        Callbacks with `runs_last_at_epoch_end`, such as `ModelCheckpoint`, run afterwards.
+        Those callbacks, such as `ModelCheckpoint`, run afterwards.
         """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook in the callbacks that run last, such as `ModelCheckpoint`.
+        """Return the overrides of an epoch-end hook in the callbacks with `runs_last_at_epoch_end`.
 
-        These callbacks set `runs_last_at_epoch_end`, and read values that others have logged.
+        These callbacks, such as `ModelCheckpoint`, read values that others have logged.
         """
         return self._of_callbacks(name, late=True)
 
@@ -182,7 +182,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return the `setup` or `teardown` hooks of data module, callbacks and task with all arguments bound."""
+    """Return all `setup` or `teardown` hooks (`name`) in call order, each with its arguments already bound."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:

@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the keys if `configure_optimizers` returned a dict of named optimizers, else an empty tuple.
+    """Return the optimizers' names if `configure_optimizers` returned a dict of optimizers by name, else `()`.
 
     Raises:
         ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
@@ -221,7 +221,7 @@ SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.ini
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Create a `SchedulerConfig` from a scheduler, or from the dict that describes it in `configure_optimizers`."""
+    """Convert a scheduler from `configure_optimizers`, or a dict with one, to a `SchedulerConfig`."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):

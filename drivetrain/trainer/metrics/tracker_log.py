@@ -60,13 +60,13 @@ class TrackerLog:
     # Step values
 
     def begin_training(self) -> None:
-        """Prepare to write values at intervals during training, if `log_every_n_steps` is a duration."""
+        """Create `step_interval`, which decides when to write values, if `log_every_n_steps` is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Compute the next optimizer step after which values are written to the trackers."""
+        """Set `next_step`: the next optimizer step after which values are written to the trackers."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
@@ -138,7 +138,7 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the key of a result in the dicts of `validate` and `test`. Subclasses may choose other keys."""
+        """Return the key of an epoch's result in the dicts that `validate` and `test` return. Can be overridden."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -158,7 +158,7 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the last optimizer step's values to the trackers after an exception, before they are lost.
+        """Write the last step's values to the trackers after an exception, before they are lost.
 
         If not all ranks arrive here within a second, trackers receive the values of this rank alone.
 
