@@ -79,16 +79,16 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook, except those of callbacks with `runs_last_at_epoch_end`.
+        """Return the overrides of an epoch-end hook that run early: all but those of callbacks like `ModelCheckpoint`.
 
         Those callbacks, such as `ModelCheckpoint`, run afterwards.
         """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook in the callbacks with `runs_last_at_epoch_end`.
+        """Return the overrides of an epoch-end hook that run late: those of callbacks such as `ModelCheckpoint`.
 
-        These callbacks, such as `ModelCheckpoint`, read values that others have logged.
+        These callbacks set `runs_last_at_epoch_end`, and read values that others have logged.
         """
         return self._of_callbacks(name, late=True)
 
@@ -182,7 +182,6 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return all `setup` or `teardown` hooks (`name`) in call order, each with its arguments already bound."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:

@@ -59,7 +59,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the derived class's constructor arguments if its base class calls `save_hyperparameters`, else None.
+    """Return the constructor arguments of the most derived class if a base class saves them, else None.
 
     None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
     that a derived class does not pass on to its base class.

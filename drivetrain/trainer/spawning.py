@@ -149,7 +149,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Return the `Outcome` of a Trainer's run, to be sent to the process that started this one.
+        """Return the `Outcome` of a Trainer's run, to be sent to the process that started the run.
 
         Tensors are moved to the CPU.
         """
@@ -283,7 +283,6 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """Return the parts of a method call for new processes, by the names that error messages give them."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     # Objects are tried in this order until one cannot be pickled, so the most likely ones come first.
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}

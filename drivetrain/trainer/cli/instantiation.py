@@ -220,7 +220,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Return a saved value as an argument of type `hint`: convert plain values, and create objects it describes."""
+    """Convert a hyper-parameter from a checkpoint to the annotated type `hint`, creating objects it describes."""
     # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(

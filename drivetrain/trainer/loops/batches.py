@@ -76,7 +76,7 @@ class LoaderSource:
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders as passed, or as `train_dataloader()` etc. creates them, or None.
+        """Return the user's loader or loaders, as passed or as created by `train_dataloader` and the like, or None.
 
         If a method of the task or data module creates the loaders, it is called each time.
         """
@@ -140,7 +140,7 @@ class LoaderSource:
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Create the validation, test or prediction loaders, prepare them for the device, and return a list.
+        """Create the validation, test or prediction loaders, and return them as a list, prepared for the device.
 
         A `CombinedLoader` counts as one loader. One in sequential mode is split into its loaders.
         """
@@ -293,7 +293,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return how many batches to run per evaluation loader: the longest length on any rank, cut to `limit`.
+    """Return how many batches to run per evaluation loader: its longest length on any rank, capped at `limit`.
 
     Args:
         loaders: Prepared loaders of this rank.
@@ -488,7 +488,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Move the training loader to the epoch's start, or to the position from which a resumed run continues.
+        """Begin an epoch: move the training loader to its start, or to the position saved in a checkpoint.
 
         Args:
             saved: Checkpoint that is being resumed, or None.

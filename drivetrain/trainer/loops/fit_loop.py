@@ -215,10 +215,7 @@ class FitLoop:
         self._plan_due()
 
     def _plan(self) -> None:
-        """Compute the next step for writing logged values, and the next batch for exchanging stop requests.
-
-        A training step then needs only cheap comparisons to see whether anything is due.
-        """
+        # A training step then needs only cheap comparisons to see whether anything is due.
         trainer, control = self._trainer, self._control
         trainer.tracker_log.plan()
         most = trainer.max_steps
@@ -240,7 +237,7 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Do the periodic work that is due: write logged values, exchange stop requests, check `max_steps` etc."""
+        """Do periodic work that is due: write logged values, exchange stop requests, check limits like `max_steps`."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
@@ -334,7 +331,7 @@ class FitLoop:
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call the `on_train_epoch_start` hooks of the callbacks and the task when an epoch begins.
+        """Call all `on_train_epoch_start` hooks. A subclass may skip those that ran before the resume (`is_again`).
 
         Args:
             is_again: True if a resumed run already called the hooks for this epoch before its checkpoint.

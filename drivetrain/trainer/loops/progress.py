@@ -186,7 +186,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the run's stage, batch and loader lengths after a `with` block that runs trials of a search.
+        """Keep the run's stage, current batch and loader lengths unchanged by trial steps in the `with` block.
 
         The user's loaders are not restored.
         """
@@ -277,7 +277,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """Return the units of all durations in the Trainer's options, schedulers and callbacks, such as steps."""
+    """Return the units, such as steps or tokens, of all durations that options, schedulers and callbacks use."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:

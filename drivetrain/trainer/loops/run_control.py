@@ -324,7 +324,7 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Clear stop and rollback requests for a `with` block that runs trials, and restore them afterwards.
+        """Keep stop and rollback requests away from trial steps in the `with` block, and restore them afterwards.
 
         A signal during the block still ends the run.
         """
@@ -493,7 +493,6 @@ class RunControl:
 
     @property
     def next_exchange(self) -> float:
-        """Batch count, over the whole run, at which the ranks exchange their stop requests next."""
         return self._stops.next_batch
 
     def start_epoch(self) -> None:
@@ -501,7 +500,7 @@ class RunControl:
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Agree with all ranks on a stop. Return each flag of `wishes` as True if it is True on any rank.
+        """Agree with all ranks whether to stop: exchange stop requests, signals and failures of background saves.
 
         All ranks must call this after an equal number of batches.
 
@@ -612,7 +611,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record why training ended, which `trainer.stop_reason` returns, once no epoch is left to run.
+        """Finish the run: record the reason why training ended, which `trainer.stop_reason` returns.
 
         A signal or `max_time` takes precedence over other reasons.
 
@@ -653,7 +652,7 @@ class RunControl:
 
 
 def calling_function() -> str:
-    """Return the name of the function that assigns an attribute, called from its setter. Used in messages.
+    """Return the name of the function that sets an attribute, for messages. Call it in the attribute's setter.
 
     Must be called directly from the attribute's setter.
     """
@@ -681,7 +680,7 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Start a series of exchanges of stop requests between ranks, the first one after the next batch.
+        """Start counting time and batches anew, so that ranks exchange stop requests after the next batch.
 
         Args:
             batches: Number of batches that the run has processed so far.
@@ -826,7 +825,7 @@ class ValidationSchedule:
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Set the number of batches per epoch, and convert `val_check_interval` to a number of batches.
+        """Set the epoch's number of batches, so that a fraction in `val_check_interval` becomes a batch count.
 
         Args:
             batches: Number of training batches per epoch, or infinity if unknown.
@@ -860,7 +859,7 @@ class ValidationSchedule:
         self._validated_at = time.monotonic()
 
     def record_due(self) -> None:
-        """Record that a validation by time is due now, for a checkpoint that is saved before its end.
+        """Record that a validation must run now, because the time in `val_check_interval` has passed.
 
         A run that is resumed from a checkpoint within the validation then repeats it.
         """

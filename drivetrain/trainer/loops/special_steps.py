@@ -185,7 +185,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if the strategy or a closure rules out named optimizers with a loss each.
+    """Raise `ConfigurationError` if a task has one loss per named optimizer, but only one loss is supported.
 
     Args:
         trainer: Trainer with the strategy and the names of the optimizers.
@@ -265,7 +265,7 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Return the output of `training_step` for a pipeline's micro-batch. `probe` discards logged values.
+        """Run `training_step` on one micro-batch of a pipeline schedule. With `probe`, run only the forward.
 
         Args:
             micro_batch: Batch to process.
@@ -398,7 +398,7 @@ class SplitStep(PlainStep):
     # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute a step's gradients, in smaller parts whenever memory runs out. Return the task's outputs.
+        """Compute a step's gradients, in smaller parts if memory runs out. Return the outputs of `training_step`.
 
         The parts are halved as long as memory runs out on any rank. Returns the outputs of `training_step`, one per
         micro-batch.
@@ -537,7 +537,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """Combine the outputs of `training_step` for the parts of a micro-batch into the output of the whole.
+    """Combine the outputs that `training_step` returned for the parts of a micro-batch into a single output.
 
     Args:
         outputs: Pairs of a part's share of the rows and its output.

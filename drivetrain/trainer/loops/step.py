@@ -67,7 +67,7 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Raise `ConfigurationError` unless a `training_step` with manual optimization returned a valid output.
+        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None.
 
         Valid are a tensor, a dict and None.
         """
@@ -95,7 +95,6 @@ class StepOutput:
         )
 
     def refuse_weight(self) -> None:
-        """Raise `ConfigurationError`, because `training_step` returned a loss with a weight after one without."""
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
             "for every batch, or for none.",
@@ -161,7 +160,7 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `training_step` with a zero loss replacing None, so that a rank without a loss joins the all-reduce.
+        """Wrap `training_step` to return a zero loss instead of None, so that this rank still joins the all-reduce.
 
         The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
         part in the backward.
@@ -183,7 +182,7 @@ class DummyLoss:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Leaf tensors, beside the task's parameters, whose gradients show whether any rank computed a real loss."""
+        # Its gradient shows whether any rank computed a real loss.
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
@@ -230,7 +229,7 @@ Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Return a function of batch, index and loader index that passes a task's step only those that it takes.
+    """Wrap a task's step so that loops can pass batch, index and loader index even if it takes only the batch.
 
     The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
     batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
@@ -452,8 +451,7 @@ class PlainStep:
         return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Set the number of ranks that share each global batch, which determines the weight of each rank's loss."""
-        self._shards = shards
+        self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
         """Run one optimizer step over the micro-batches in `window`. Return True if an optimizer stepped.

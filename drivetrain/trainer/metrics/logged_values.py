@@ -234,7 +234,7 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, fold: bool = True) -> dict[str, Any]:
-        """Return this rank's epoch total and its options as plain Python values, to send them to other ranks.
+        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks.
 
         Args:
             fold: False to leave stored values out of the total.
@@ -382,7 +382,6 @@ def _readable(arguments: Arguments) -> str:
 
 
 def moment_of(scope: LogScope) -> str:
-    """Return the part of the run in which `self.log` was called, such as "train step", for error messages."""
     return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"
 
 
@@ -481,12 +480,11 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Return the entries with `sync_dist=True` that log single steps, whose values ranks must reduce."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """Return this rank's latest step values logged with `sync_dist=True` and not reduced yet, by name."""
+    # Values that are already reduced over ranks are left out.
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
@@ -555,10 +553,7 @@ class LoggedValues:
     # Scope
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
-        """Return the key of the group to which values logged in `scope` belong: stage and loader index.
-
-        Within a group, each name has a single meaning.
-        """
+        # Within a group, each name has a single meaning.
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
@@ -588,7 +583,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Hide all logged values from a `with` block that runs trials of a search, and restore them afterwards."""
+        """Keep logged values apart from those of trial steps in the `with` block, and restore them afterwards."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -734,7 +729,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return another key for `entry`, whose name another loader's value (`known`) uses. By default, raise an error.
+        """Return another key for a name that two loaders have logged. By default, raise `ConfigurationError`.
 
         Raises:
             ConfigurationError: The name belongs to another loader.
@@ -855,7 +850,7 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch, and return the values that its step logged, to be sent to the trackers.
+        """Count an evaluated batch. Return the values that its step logged, and how many batches came before it.
 
         Returns:
             The values by name, and the number of batches that were evaluated before.
@@ -891,7 +886,7 @@ class LoggedValues:
     # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Compute an epoch's results: reduce each logged value over batches and ranks. Runs a collective.
+        """Finish an epoch: reduce each logged value over batches and ranks, and return the results.
 
         Args:
             stage: Stage of the epoch, such as `"train"`.
@@ -968,7 +963,7 @@ class LoggedValues:
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Restore from a checkpoint which metrics must be reset soon, because their epoch is over.
+        """Restore from a checkpoint which metrics have finished their epoch, so that `reset_finished` resets them.
 
         Args:
             task: Task that contains the metrics.

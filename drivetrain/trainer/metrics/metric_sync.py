@@ -34,7 +34,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Let metrics merge the states of `ranks` only, if others had equal batches. Return a function to undo it.
+    """Let metrics merge only the states of `ranks`, as others saw equal batches. Return a function to undo this.
 
     Their samples would otherwise count several times. Used for metrics that a task computes itself. Metrics with their
     own `process_group` or `dist_sync_fn` are left alone.

@@ -60,7 +60,6 @@ class TrackerLog:
     # Step values
 
     def begin_training(self) -> None:
-        """Create `step_interval`, which decides when to write values, if `log_every_n_steps` is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
@@ -109,7 +108,7 @@ class TrackerLog:
     # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Compute an epoch's results from the values that a stage has logged. Runs a collective.
+        """Compute the epoch's result of each name that was logged in a stage. Runs a collective on all ranks.
 
         The results of training are also written to the trackers.
 

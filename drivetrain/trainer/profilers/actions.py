@@ -48,13 +48,12 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Set words to use in reports instead of those in action names, for example for "Task"."""
         self._words = words
 
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the action name of a callback's hook in profiler reports, as `[Callback]Timer.on_fit_start`.
+        """Return the name of a callback's hook in profiler reports, such as `[Callback]Timer.on_fit_start`.
 
         The name contains the callback's `state_key` if there are several callbacks of its class.
         """
@@ -63,11 +62,11 @@ class Actions:
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the action name of a strategy's method in profiler reports, as `[Strategy]DDP.backward`."""
+        """Return the name of a strategy's method in profiler reports, such as `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the action name of a task's or data module's method in profiler reports, as `[Task]Net.setup`."""
+        """Return the name of a method of task or data module in profiler reports, such as `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
