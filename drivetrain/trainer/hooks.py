@@ -79,7 +79,7 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook that run early: all but those of callbacks like `ModelCheckpoint`.
+        """Return the overrides of an epoch-end hook that run early: all but those of `ModelCheckpoint` and the like.
 
         Those callbacks, such as `ModelCheckpoint`, run afterwards.
         """

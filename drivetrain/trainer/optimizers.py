@@ -131,7 +131,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Check the result of `configure_optimizers`, and return its optimizers and schedulers as two lists.
+    """Check what `configure_optimizers` returned, and parse it into a list of optimizers and one of schedulers.
 
     Args:
         configured: The result.
@@ -295,9 +295,9 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the learning-rate schedulers with `interval="epoch"` that are due after the current epoch.
+    """Step the schedulers with `interval="epoch"` that are due: those like `ReduceLROnPlateau`, or all others.
 
-    `plateau` selects either schedulers that monitor a value or all others.
+    `plateau` selects schedulers that monitor a value.
     """
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # with manual optimization, the task steps schedulers itself

@@ -126,7 +126,7 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Settle the Trainer's options: fill in `accumulate_grad_batches`, and check that the strategy supports it.
+    """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it.
 
     If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
 

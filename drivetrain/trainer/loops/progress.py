@@ -186,7 +186,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the run's stage, current batch and loader lengths unchanged by trial steps in the `with` block.
+        """Restore the run's stage, current batch and loader lengths after trial steps in the `with` block.
 
         The user's loaders are not restored.
         """
@@ -305,7 +305,7 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """Create an estimator of samples and tokens per step, or return None if no setting of the run needs it.
+        """Create a `Foresight`, or return None if no schedule of the run needs samples or tokens in advance.
 
         Settings in epochs, samples, tokens or fractions of the run need the estimates.
         """

@@ -324,7 +324,7 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep stop and rollback requests away from trial steps in the `with` block, and restore them afterwards.
+        """Set aside stop and rollback requests while the `with` block runs trial steps, and restore them afterwards.
 
         A signal during the block still ends the run.
         """
@@ -717,7 +717,7 @@ class StopExchange:
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a checkpoint that could not be written in the background, on all ranks.
+    """Raise the error of a checkpoint whose background save was lost. Called on all ranks together.
 
     All ranks call this together, once one of them has reported the failure.
     """

@@ -101,7 +101,7 @@ class StepOutput:
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise an understandable `ConfigurationError` if the backward of a loss has failed or would fail.
+        """Raise a `ConfigurationError` that explains why the backward of a loss has failed or would fail.
 
         Does nothing if the loss itself is valid.
 
@@ -229,7 +229,7 @@ Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Wrap a task's step so that loops can pass batch, index and loader index even if it takes only the batch.
+    """Wrap a task's step so that loops can pass batch, index and loader index even if it takes only a batch.
 
     The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
     batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at

@@ -342,7 +342,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Return two booleans: whether `self.log` stores the value for its step, and whether for its epoch.
+    """Return whether `self.log` stores a value at two moments: for its step, and for its epoch.
 
     Args:
         name: Name of the value.
@@ -583,7 +583,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep logged values apart from those of trial steps in the `with` block, and restore them afterwards."""
+        """Set aside all logged values while the `with` block runs trial steps, and restore them afterwards."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -729,7 +729,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return another key for a name that two loaders have logged. By default, raise `ConfigurationError`.
+        """Return another key for a name that two loaders have logged. The default raises `ConfigurationError`.
 
         Raises:
             ConfigurationError: The name belongs to another loader.
@@ -939,7 +939,7 @@ class LoggedValues:
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return the result of a torchmetrics object's `compute()` as a scalar, or None if the result is None.
+        """Return `computed`, the result of a torchmetrics object's `compute()`, as a scalar or None.
 
         Raises:
             ConfigurationError: The result is not a single number.

@@ -56,7 +56,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Merge the logged values and metric states that ranks of a checkpoint saved, if there are now more or fewer ranks.
+    """Merge the logged values and metric states of a checkpoint for this rank, if the number of ranks differs.
 
     Also used if the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run, so
     that sums over an epoch stay complete.
