@@ -173,7 +173,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Load the final weights and states of spawned processes into the Trainer and task that started them."""
+        """Hand the outcome of spawned processes over: load weights and states into the Trainer that started them."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()

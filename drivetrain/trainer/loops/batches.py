@@ -293,7 +293,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return how many batches to run per evaluation loader: its longest length on any rank, capped at `limit`.
+    """Return how many batches to run per evaluation loader: `limit` applied to its longest length on any rank.
 
     Args:
         loaders: Prepared loaders of this rank.

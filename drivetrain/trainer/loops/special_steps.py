@@ -210,7 +210,7 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step for strategies that schedule the forwards and backwards of all micro-batches themselves.
+    """Optimizer step for strategies that schedule all micro-batches' forwards and backwards, as pipelines do.
 
     Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
     ranks receive its outputs and logged values.

@@ -551,7 +551,7 @@ def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str,
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Return a copy of a loader's state dict, with its position moved to the first batch of an epoch.
+    """Return a copy of a loader's state dict whose position is the first batch of the given epoch.
 
     The states of random generators in it are not changed.
 
