@@ -22,7 +22,7 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let new objects of class `kind` record `values` in `hparams`, instead of their constructor arguments.
+    """Let objects of class `kind` that are created in the `with` block record `values` as hyper-parameters.
 
     A command line creates objects within this `with` block, so that a checkpoint stores their configuration instead of
     objects that cannot be saved.

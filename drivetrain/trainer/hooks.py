@@ -62,7 +62,7 @@ class Hooks:
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return all overrides of an evaluation hook, such as `on_test_batch_end`, for the batches of one loader.
+        """Return a hook's overrides, such as those of `on_test_batch_end`, with the loader's index bound if needed.
 
         The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
@@ -79,14 +79,14 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook that run first: those of most callbacks, then the task's.
+        """Return the overrides of an epoch-end hook that run early: all but those of `ModelCheckpoint` and the like.
 
-        Callbacks with `runs_last_at_epoch_end`, such as `ModelCheckpoint`, run afterwards.
+        Those callbacks, such as `ModelCheckpoint`, run afterwards.
         """
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook in the callbacks that run last, such as `ModelCheckpoint`.
+        """Return the overrides of an epoch-end hook that run late: those of callbacks such as `ModelCheckpoint`.
 
         These callbacks set `runs_last_at_epoch_end`, and read values that others have logged.
         """
@@ -182,7 +182,6 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """Return the `setup` or `teardown` hooks of data module, callbacks and task with all arguments bound."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:

@@ -59,7 +59,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of a subclass's `__init__` if a base class's `__init__` saves them, else None.
+    """Return the constructor arguments of the most derived class if a base class saves them, else None.
 
     None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
     that a derived class does not pass on to its base class.
@@ -185,10 +185,10 @@ def made_of(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module for `load_from_checkpoint`, from its saved hyper-parameters.
+    """Create a task or data module of class `kind` for `load_from_checkpoint`, from saved hyper-parameters.
 
-    `overrides` replace saved values. Hyper-parameters of a command line may describe objects to create, which requires
-    `instantiate=True`.
+    `overrides` replace saved values. `name` is the constructor argument that takes all hyper-parameters as one dict, or
+    None. Hyper-parameters of a command line may describe objects to create, which requires `instantiate=True`.
     """
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
@@ -414,7 +414,7 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module for `load_from_checkpoint`, from a checkpoint or from `hparams_file`.
+    """Create the task or data module that `load_from_checkpoint` returns, from a checkpoint or `hparams_file`.
 
     `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
     `overrides` are constructor arguments that replace saved ones.
@@ -469,10 +469,14 @@ ENTRIES = (
 
 @contextmanager
 def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a checkpoint as the single dict that `on_save_checkpoint` and `on_load_checkpoint` receive.
+    """Yield the dict that `on_save_checkpoint` and `on_load_checkpoint` receive, made of a checkpoint's two parts.
 
-    The hooks are `on_save_checkpoint` and `on_load_checkpoint`. After the `with` block, changes that hooks made are
-    written back to the engine's part and the Trainer's entries.
+    After the `with` block, changes that hooks made are written back to both parts.
+
+    Args:
+        engine: The part with weights and optimizer states.
+        number: Index of the task's model in `engine["models"]`.
+        entries: The Trainer's part.
     """
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}

@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the keys if `configure_optimizers` returned a dict of named optimizers, else an empty tuple.
+    """Return the optimizers' names if `configure_optimizers` returned a dict of optimizers by name, else `()`.
 
     Raises:
         ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
@@ -131,7 +131,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Check the result of `configure_optimizers`, and return its optimizers and schedulers as two lists.
+    """Check what `configure_optimizers` returned, and parse it into a list of optimizers and one of schedulers.
 
     Args:
         configured: The result.
@@ -221,7 +221,7 @@ SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.ini
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Create a `SchedulerConfig` from a scheduler, or from the dict that describes it in `configure_optimizers`."""
+    """Convert a scheduler from `configure_optimizers`, or a dict with one, to a `SchedulerConfig`."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
@@ -295,9 +295,9 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the learning-rate schedulers with `interval="epoch"` that are due after the current epoch.
+    """Step the schedulers with `interval="epoch"` that are due: those like `ReduceLROnPlateau`, or all others.
 
-    `plateau` selects either schedulers that monitor a value or all others.
+    `plateau` selects schedulers that monitor a value.
     """
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # with manual optimization, the task steps schedulers itself

@@ -301,7 +301,7 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Check the duration given as `val_check_interval`, and store it under the option that fits its unit."""
+    """Store a duration given as `val_check_interval` in the options `chosen`, under the key for its unit."""
     assert interval is not None
     if not interval.amount:
         raise ConfigurationError(f"val_check_interval={written!r} is not valid. It must be greater than 0.")

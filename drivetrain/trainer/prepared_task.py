@@ -172,7 +172,7 @@ class TaskRun:
     # preparation for devices and processes
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Call the task's `configure_optimizers`. Store the schedulers that it returns, return the optimizers."""
+        """Call the task's `configure_optimizers`, store the schedulers it returns, and return its optimizers."""
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()

@@ -112,7 +112,7 @@ def make_accelerator(
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:
-    """Raise an error if `sync_batchnorm=True`, but the launcher has selected another strategy than DDP.
+    """Raise an error if `sync_batchnorm=True`, but the launcher has selected a strategy such as FSDP.
 
     No error is raised if the script selects a strategy itself.
     """
@@ -126,7 +126,7 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Complete the Trainer's options with `accumulate_grad_batches`, and check that the strategy supports them.
+    """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it.
 
     If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
 
@@ -209,7 +209,7 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return the strategy for `ddp_spawn` or `ddp_fork`: plain DDP if `fit` need not start processes itself.
+    """Return the strategy for `ddp_spawn` or `ddp_fork`: plain DDP unless `fit` must start processes itself.
 
     Started processes, launched scripts and runs with one process use plain DDP. Also returns the number of processes
     that must exist before `fit`.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Call of a Trainer's method, such as `fit`, in the form in which new processes receive it and run it.
+    """Call of a Trainer's method (verb), such as `fit`, with all that new processes need to run it.
 
     Attributes:
         kind: The Trainer's class.
@@ -149,7 +149,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Collect the result and final state of a Trainer, to be sent to the process that started the run.
+        """Return the `Outcome` of a Trainer's run, to be sent to the process that started the run.
 
         Tensors are moved to the CPU.
         """
@@ -173,7 +173,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Load the final weights and states of spawned processes into the Trainer and task that started them."""
+        """Hand the outcome of spawned processes over: load weights and states into the Trainer that started them."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
@@ -267,7 +267,7 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Pickle the method call for new processes. Raise a `ConfigurationError` that names what cannot be pickled."""
+    """Pickle the method call for new processes. Raise `ConfigurationError` that names what cannot be pickled."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)
@@ -283,7 +283,6 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """Return all objects that are sent to new processes, by the names under which an error message lists them."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     # Objects are tried in this order until one cannot be pickled, so the most likely ones come first.
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}

@@ -152,7 +152,7 @@ def _takes_more(task: Task, name: str) -> bool:
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return the public methods that a user's class and its parents define, each with the class that defines it.
+    """Return the public methods that a user defined in `kind` and its parents, each with its defining class.
 
     Classes of drivetrain and torch are left out.
 

@@ -866,7 +866,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return None if shares else DataShard()
 
     def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-        """Create a `SchedulerConfig` from one scheduler that `configure_optimizers` returned.
+        """Convert a scheduler from `configure_optimizers`, or a dict with one, to a `SchedulerConfig`.
 
         Override it to accept or check more formats.
 
@@ -881,7 +881,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many steps to count if `training_step` returned None for a whole optimizer step.
+        """Return how many steps to count if `training_step` returned None for all micro-batches of a step.
 
         The default is 0. Override it to count such steps.
 

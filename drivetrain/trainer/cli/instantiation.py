@@ -95,9 +95,10 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Create the task or data module of a checkpoint again, from the configuration that `TrainerCLI` saved.
+    """Recreate a checkpoint's task or data module from the configuration that `TrainerCLI` saved in it.
 
-    `given` are constructor arguments that replace saved ones.
+    `given` are constructor arguments that replace saved ones. Without `instantiate`, saved values that describe objects
+    raise `CheckpointError`.
     """
     require_jsonargparse("load_from_checkpoint")
     kind = _chosen_class(class_type, saved.get(CLASS_PATH), instantiate)
@@ -219,7 +220,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Convert a value from a checkpoint to its argument's annotated type. Create the object if it describes one."""
+    """Convert a hyper-parameter from a checkpoint to the annotated type `hint`, creating objects it describes."""
     # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
@@ -271,7 +272,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a dict with `class_path` describes, or a factory if its argument expects a callable."""
+    """Create the object that a `class_path` dict describes, or a partial of its class if `hint` is a callable."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -288,7 +289,7 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(hint: Any, value: str, name: str) -> Any:
-    """Return a string from a checkpoint, or raise `CheckpointError` if its argument needs an object instead."""
+    """Return the string `value` unchanged. Raise `CheckpointError` if `hint` expects an object instead."""
     takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
@@ -308,7 +309,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """Return the classes in an annotation as two lists: `A | Callable[..., B]` gives `[A]` and `[B]`.
+    """Return the classes in an annotation and those its callables return: `A | Callable[..., B]` gives `[A], [B]`.
 
     With `names_only`, the first list contains all types that are not plain values, such as callables and types.
     """
@@ -352,7 +353,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return those hyper-parameters of a checkpoint that differ from the command line's, as options.
+    """Return a checkpoint's hyper-parameters that differ from the command line's, as configuration of the task.
 
     Raises:
         CheckpointError: A value could name a class, which is not imported without the user's consent.
@@ -387,7 +388,7 @@ def configuration_of(
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Return True if jsonargparse would keep a value unchanged, rather than import a class or parse YAML."""
+    """Return True if jsonargparse can parse a value from a checkpoint without changing it or importing a class."""
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):

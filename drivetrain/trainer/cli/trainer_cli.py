@@ -81,7 +81,7 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the options of the task's optimizer or scheduler, or None if the command line chose none.
+    """Return the configuration of the task's optimizer or scheduler on the command line, or None without one.
 
     Raises:
         ConfigurationError: There is more than one for the task.
@@ -591,7 +591,7 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Let the parser record the options of the task and data module in their `hparams` when it creates them."""
+        """Register a `ModuleInstantiator` for task and data module, which records their options in `hparams`."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (

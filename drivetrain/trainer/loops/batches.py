@@ -72,11 +72,11 @@ class LoaderSource:
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """Return a copy of this loader source whose loaders are created anew, for the trial steps of a search."""
+        """Return a copy of this source without its loaders, so that trials of a search create their own."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders for this stage before they are prepared, or None if there are none.
+        """Return the user's loader or loaders, as passed or as created by `train_dataloader` and the like, or None.
 
         If a method of the task or data module creates the loaders, it is called each time.
         """
@@ -100,7 +100,7 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """Return the training loader, prepared for the device and strategy. Create it on the first call.
+        """Return the prepared training loader. Create it on the first call, if outdated, or if `again` is True.
 
         Several loaders become one `CombinedLoader`.
 
@@ -140,7 +140,7 @@ class LoaderSource:
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Return the validation, test or prediction loaders in evaluation order, prepared for the device.
+        """Create the validation, test or prediction loaders, and return them as a list, prepared for the device.
 
         A `CombinedLoader` counts as one loader. One in sequential mode is split into its loaders.
         """
@@ -199,7 +199,7 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Combine the user's hooks, such as `transfer_batch_to_device`, into one function, if there are any.
+        """Return a function that moves a batch with the user's transfer hooks, or None if there are no hooks.
 
         Returns None without such hooks, unless the precision of the run casts batches itself.
         """
@@ -293,7 +293,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return how many batches to run for each evaluation loader: the most on any rank. Runs a collective.
+    """Return how many batches to run per evaluation loader: `limit` applied to its longest length on any rank.
 
     Args:
         loaders: Prepared loaders of this rank.
@@ -488,7 +488,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Move the training loader to the epoch's start, or to the position from which a resumed run continues.
+        """Begin an epoch: move the training loader to its start, or to the position saved in a checkpoint.
 
         Args:
             saved: Checkpoint that is being resumed, or None.
@@ -502,11 +502,11 @@ class TrainingBatches:
             self.origin = self.loader.state_dict()
 
     def end_epoch(self) -> None:
-        """Clear the loader positions recorded in this epoch, which the next epoch must not use."""
+        # Positions recorded in this epoch would be wrong in a checkpoint of the next one.
         self.finished = self.origin = None
 
     def mark(self) -> None:
-        """Record random state and loader position before a step, for checkpoints that are saved during the step.
+        """Mark the state before a step: record random and loader state for checkpoints saved in the step.
 
         Such a checkpoint then contains the state from before the step. The same holds for a validation.
         """
@@ -567,7 +567,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the epoch's next batch to a `training_step` that reads further batches, or None at the end.
+        """Return the next batch to a `training_step` that reads `dataloader_iter`, or None at the epoch's end.
 
         Used for `dataloader_iter`. The training loop then does not process the batch again.
 

@@ -104,7 +104,7 @@ class EvaluationLoop:
 
     @contextmanager
     def _drawing_apart(self) -> Iterator[None]:
-        """Create validation loaders in the `with` block without changing the random numbers of training.
+        """Create validation loaders in the `with` block without changing the random state of training.
 
         The block runs with the random state from the start of `fit`. Training thus draws equal numbers with and without
         validation.
@@ -134,7 +134,7 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate the task on all validation or test loaders. Return a dict of logged values for each loader.
+        """Evaluate the task on up to `at_most` batches of each loader. Return a dict of logged values per loader.
 
         Args:
             at_most: Largest number of batches per loader, or None for no further limit.
@@ -560,7 +560,7 @@ class PredictionLoop:
 
 
 def _real_rows(info: BatchInfo | None, output: Any) -> Any:
-    """Remove the rows that only pad the batch from a prediction. Return None if all rows are padding.
+    """Return a prediction without the rows that only pad its batch, or None if all rows are padding.
 
     Tensors whose first dimension is the number of rows are cut. Other values are returned unchanged.
     """

@@ -215,10 +215,7 @@ class FitLoop:
         self._plan_due()
 
     def _plan(self) -> None:
-        """Compute when logged values must be written next, and when the ranks must exchange stop requests next.
-
-        A training step then needs only cheap comparisons to see whether anything is due.
-        """
+        # A training step then needs only cheap comparisons to see whether anything is due.
         trainer, control = self._trainer, self._control
         trainer.tracker_log.plan()
         most = trainer.max_steps
@@ -240,7 +237,7 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Write logged values and exchange stop requests between ranks, if due. Check limits such as `max_steps`."""
+        """Do periodic work that is due: write logged values, exchange stop requests, check limits like `max_steps`."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
@@ -330,11 +327,11 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Return True if a stop request ends an epoch after its last batch. Override it to act before the stop."""
+        """Stop the current epoch on request. Return True if all its batches are done. Override it to act first."""
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call the `on_train_epoch_start` hooks of the callbacks and the task when an epoch begins.
+        """Call all `on_train_epoch_start` hooks. A subclass may skip those that ran before the resume (`is_again`).
 
         Args:
             is_again: True if a resumed run already called the hooks for this epoch before its checkpoint.

@@ -109,7 +109,7 @@ _COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase"
 
 
 def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
-    """Return an epoch's phase from an older checkpoint, which stored it as three booleans instead."""
+    """Return the epoch's `Phase` from an older checkpoint, which stored three booleans such as `epoch_over`."""
     if state.get("epoch_is_ending"):
         return Phase.CLOSING
     if state.get("batches_are_done"):
@@ -149,7 +149,7 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return how many batches training epochs and evaluations have, to copy the numbers to another process.
+        """Return how many batches training epochs and evaluation loaders have, to copy them to another process.
 
         Returns:
             The batches per training epoch, those per evaluation loader, and those of the last training epoch.
@@ -186,7 +186,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore stage, batch and loader lengths after the `with` block, in which the tuner runs trials.
+        """Restore the run's stage, current batch and loader lengths after trial steps in the `with` block.
 
         The user's loaders are not restored.
         """
@@ -277,7 +277,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """Return the units of all durations that are set, such as steps for `val_check_interval="500 steps"`."""
+    """Return the units, such as steps or tokens, of all durations that options, schedulers and callbacks use."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
@@ -291,7 +291,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Estimator of how many samples and tokens a training step will process, before the step runs.
+    """Predictor of how many samples and tokens the next training step will process.
 
     Callbacks with a schedule in samples or tokens need the numbers in advance. Also detects the last step of an epoch.
     """
@@ -305,7 +305,7 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """Create an estimator of samples and tokens per step, or return None if no setting of the run needs it.
+        """Create a `Foresight`, or return None if no schedule of the run needs samples or tokens in advance.
 
         Settings in epochs, samples, tokens or fractions of the run need the estimates.
         """
@@ -314,9 +314,9 @@ class Foresight:
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
     def begin(self, window: Sequence[PendingBatch]) -> None:
-        """Estimate how many samples and tokens an optimizer step will process, before it runs.
+        """Predict how many samples and tokens an optimizer step on these micro-batches will process.
 
-        Stores the estimates in `CurrentRun.ahead`, and whether the step ends its epoch in `CurrentRun.closes_epoch`.
+        Stores the predictions in `CurrentRun.ahead`, and whether the step ends its epoch in `CurrentRun.closes_epoch`.
 
         Args:
             window: Micro-batches of the step.
@@ -401,7 +401,7 @@ class _Tokens:
         self._progress.tokens += int(self._topology.sum(total))
 
     def note(self, micro_batch: PendingBatch) -> None:
-        """Count the tokens of a micro-batch before its memory is freed. The optimizer step adds them up later."""
+        """Note the number of tokens on a micro-batch, so that it is known after the batch's memory is freed."""
         if self._num_tokens is not None:
             info = micro_batch.info
             is_real = not info.is_padding

@@ -167,7 +167,7 @@ class EvaluationWatch:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Wait until the other ranks have finished the validation too, and exchange signals with them meanwhile.
+        """Finish this rank's validation: wait for ranks that still evaluate, and exchange signals meanwhile.
 
         Raises:
             EvaluationEnded: A signal has arrived on any rank.
@@ -176,7 +176,7 @@ class EvaluationWatch:
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Exchange signals such as Ctrl-C between ranks. Return True if no rank has batches left to evaluate.
+        """Share received signals and `ended` (no batches left) with all ranks. Return True if all have ended.
 
         Raises:
             EvaluationEnded: A signal has arrived on any rank.
@@ -257,7 +257,7 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """Outcome of a run, which a spawned training process sends to the Trainer that started it.
+    """Reason for which a run in a spawned process ended, as sent to the Trainer that started the process.
 
     Attributes:
         reason: Reason why the run ended, or None if none has ended.
@@ -324,9 +324,9 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put aside stop and rollback requests for the `with` block, in which the tuner runs trials.
+        """Set aside stop and rollback requests while the `with` block runs trial steps, and restore them afterwards.
 
-        Afterwards, they are restored. A signal during the block still ends the run.
+        A signal during the block still ends the run.
         """
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
@@ -425,7 +425,7 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Restore the stop requests of a checkpoint, so that a run which a callback stopped does not continue.
+        """Restore saved stop requests: if `stopped`, the resumed run stays stopped until `askers` withdraw them.
 
         Args:
             stopped: True if a callback had stopped the saved run for good.
@@ -454,7 +454,7 @@ class RunControl:
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Prepare a callback for `fit`. If the callback was used by another Trainer before, reset its state."""
+        """Take a callback into this Trainer's `fit`, and reset its state if another Trainer has used it before."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -493,7 +493,6 @@ class RunControl:
 
     @property
     def next_exchange(self) -> float:
-        """Number of trained batches after which the ranks exchange their stop requests next."""
         return self._stops.next_batch
 
     def start_epoch(self) -> None:
@@ -501,7 +500,7 @@ class RunControl:
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange stop requests and signals between all ranks, so that all of them stop at the same batch.
+        """Agree with all ranks whether to stop: exchange stop requests, signals and failures of background saves.
 
         All ranks must call this after an equal number of batches.
 
@@ -582,7 +581,7 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if no further epoch must begin, for example at `max_epochs`. Also record the reason.
+        """Return True if training is done and no further epoch begins. Record the reason, such as `max_epochs`.
 
         Args:
             epoch_length: Number of batches per epoch.
@@ -612,7 +611,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record why training ended, which `trainer.stop_reason` returns, once no epoch is left to run.
+        """Finish the run: record the reason why training ended, which `trainer.stop_reason` returns.
 
         A signal or `max_time` takes precedence over other reasons.
 
@@ -653,7 +652,7 @@ class RunControl:
 
 
 def calling_function() -> str:
-    """Return the name of the function that sets an attribute, for messages: "should_stop was set in …".
+    """Return the name of the function that sets an attribute, for messages. Call it in the attribute's setter.
 
     Must be called directly from the attribute's setter.
     """
@@ -681,7 +680,7 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Let the next exchange of stop requests between ranks follow after the next batch.
+        """Start counting time and batches anew, so that ranks exchange stop requests after the next batch.
 
         Args:
             batches: Number of batches that the run has processed so far.
@@ -690,7 +689,7 @@ class StopExchange:
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Exchange stop requests between ranks: a flag that is True on any rank becomes True on every rank.
+        """Exchange boolean flags (`wishes`) between ranks. Each is returned as True if it is True on any rank.
 
         All ranks must call this at an equal number of batches. With several ranks, it runs a collective.
 
@@ -718,7 +717,7 @@ class StopExchange:
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a checkpoint that could not be written in the background, on all ranks.
+    """Raise the error of a checkpoint whose background save was lost. Called on all ranks together.
 
     All ranks call this together, once one of them has reported the failure.
     """
@@ -826,7 +825,7 @@ class ValidationSchedule:
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Convert `val_check_interval` to a number of batches, now that the length of an epoch is known.
+        """Set the epoch's number of batches, so that a fraction in `val_check_interval` becomes a batch count.
 
         Args:
             batches: Number of training batches per epoch, or infinity if unknown.
@@ -889,7 +888,7 @@ class ValidationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """True if a validation must run now. Valid only after the number of batches that `next_batch` returned."""
+        """True if a validation must run now. Valid only at the batch count that `next_batch` returned."""
         return self._counted is None or self.is_pending
 
     @property
@@ -924,13 +923,13 @@ class ValidationSchedule:
 
     @property
     def follows_this_step(self) -> bool:
-        """True if a validation runs as soon as the current optimizer step is finished."""
+        """True if a validation runs directly after the current optimizer step."""
         if self.is_at_epoch_end and self._progress.batches_in_epoch >= self._limit:
             return True
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return the number of batches in this epoch after which a validation may be due next.
+        """Return the batch count within the epoch at which `is_due` must be checked next.
 
         Returns infinity if no validation by a number of batches is due in this epoch.
         """

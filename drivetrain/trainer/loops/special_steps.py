@@ -185,7 +185,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if one loss per optimizer is impossible with this strategy or these optimizers.
+    """Raise `ConfigurationError` if a task has one loss per named optimizer, but only one loss is supported.
 
     Args:
         trainer: Trainer with the strategy and the names of the optimizers.
@@ -210,7 +210,7 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step for strategies that schedule the forwards and backwards of all micro-batches themselves.
+    """Optimizer step for strategies that schedule all micro-batches' forwards and backwards, as pipelines do.
 
     Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
     ranks receive its outputs and logged values.
@@ -265,7 +265,7 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Run `training_step` on one micro-batch when the pipeline asks for it, and return the step's output.
+        """Run `training_step` on one micro-batch of a pipeline schedule. With `probe`, run only the forward.
 
         Args:
             micro_batch: Batch to process.
@@ -322,7 +322,7 @@ WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Some rows of a micro-batch, which `auto_micro_batch` processes at once to save memory.
+    """Range of rows in a micro-batch, which `auto_micro_batch` processes at once to save memory.
 
     Attributes:
         place: Index of the micro-batch within the optimizer step.
@@ -358,15 +358,13 @@ class SplitStep(PlainStep):
         self._tried = 0  # number of parts in the last attempt
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step. If memory runs out, split its micro-batches into smaller parts and try again.
+        """Run one optimizer step in parts that fit into memory. Return True if an optimizer stepped.
 
-        The number of parts is kept for the steps that follow.
+        If memory runs out, the micro-batches are split into smaller parts, and the step is tried again. The number of
+        parts is kept for the steps that follow.
 
         Args:
             window: Micro-batches of the step.
-
-        Returns:
-            True if an optimizer stepped.
         """
         for micro_batch in window:
             self._show(micro_batch)
@@ -400,9 +398,10 @@ class SplitStep(PlainStep):
     # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute the gradients of a step. As long as memory runs out on any rank, halve the parts and try again.
+        """Compute a step's gradients, in smaller parts if memory runs out. Return the outputs of `training_step`.
 
-        Returns the outputs of `training_step`, one per micro-batch.
+        The parts are halved as long as memory runs out on any rank. Returns the outputs of `training_step`, one per
+        micro-batch.
         """
         random, metrics = RandomState.capture(), metric_states(self._metrics)
         buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
@@ -425,7 +424,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute the gradients of a step, one part of a micro-batch after another to save memory.
+        """Compute a step's gradients part by part, and return the output of `training_step` for each micro-batch.
 
         Args:
             window: Micro-batches of the step.
@@ -462,7 +461,7 @@ class SplitStep(PlainStep):
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
-        """Run forward and backward for a part of a micro-batch, and return the output of `training_step`.
+        """Run forward and backward on some rows of a micro-batch, and return the output of `training_step`.
 
         Args:
             taken: These rows as a batch.
@@ -486,7 +485,7 @@ class SplitStep(PlainStep):
     # Weights
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if the task weights its losses on this rank, or None before the first real loss.
+        """Return True if this rank's `training_step` weights its losses, or None before the first real loss.
 
         Unlike the inherited method, this one runs no collective: a rank that is out of memory would not take part.
         """
@@ -499,7 +498,7 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Make all ranks weight their losses if the task returned a weight on any rank. Runs an all-reduce."""
+        """Agree with all ranks to weight losses if any rank's task returned a weight. Runs an all-reduce."""
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)
@@ -538,7 +537,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """Merge the outputs of `training_step` for the parts of one micro-batch: sum or average their losses.
+    """Combine the outputs that `training_step` returned for the parts of a micro-batch into a single output.
 
     Args:
         outputs: Pairs of a part's share of the rows and its output.
@@ -577,7 +576,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Create the object that runs optimizer steps in the way that the task and the strategy need.
+    """Choose how optimizer steps run: return a `PlainStep` or a subclass that suits the task and the strategy.
 
     Args:
         trainer: Trainer of the run.

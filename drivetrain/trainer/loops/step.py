@@ -67,7 +67,7 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Raise `ConfigurationError` unless a `training_step` with manual optimization returned a valid output.
+        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None.
 
         Valid are a tensor, a dict and None.
         """
@@ -95,14 +95,13 @@ class StepOutput:
         )
 
     def refuse_weight(self) -> None:
-        """Raise the error for a `training_step` that now returns a weight, but returned losses without one before."""
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
             "for every batch, or for none.",
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise an understandable `ConfigurationError` if the backward of a loss has failed or would fail.
+        """Raise a `ConfigurationError` that explains why the backward of a loss has failed or would fail.
 
         Does nothing if the loss itself is valid.
 
@@ -161,7 +160,7 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a `training_step` so that it returns a zero loss, rather than None, for a skipped batch.
+        """Wrap `training_step` to return a zero loss instead of None, so that this rank still joins the all-reduce.
 
         The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
         part in the backward.
@@ -183,11 +182,11 @@ class DummyLoss:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors, besides the task's parameters, whose gradients show whether any rank computed a real loss."""
+        # Its gradient shows whether any rank computed a real loss.
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
-        """Return True if another rank has a real loss in this step, although this rank skipped its batches.
+        """Return True if another rank took part in the step with a real loss, while this rank skipped its batches.
 
         Valid only on a rank that skipped all of its own batches, after the backward.
         """
@@ -197,7 +196,7 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the extra parameter whose gradient is nonzero if any rank computed a real loss, or None without one.
+    """Return the model's extra parameter `presence`, whose gradient shows if any rank had a real loss, or None.
 
     Returns None if the strategy has not wrapped the model with such a parameter.
     """
@@ -230,7 +229,7 @@ Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a task's step with only the arguments that the step accepts.
+    """Wrap a task's step so that loops can pass batch, index and loader index even if it takes only a batch.
 
     The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
     batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
@@ -274,7 +273,7 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """Iterator over the batches of one evaluation loader, from which a step itself may take further batches.
+    """Iterator over one evaluation loader, shared by the loop and a step that reads further batches itself.
 
     Attributes:
         batch: The most recent batch.
@@ -297,7 +296,7 @@ class Feed:
         return self.batch
 
     def following(self) -> tuple[Any, int, int] | None:
-        """Return the loader's next batch with its index and the loader's index, or None at the loader's end."""
+        """Return the next batch with its index and the loader's index for `dataloader_iter`, or None at the end."""
         for batch in self:
             return batch, self.index, self._position
         return None
@@ -452,11 +451,10 @@ class PlainStep:
         return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Set how many ranks share each global batch, which determines the weight of each rank's loss."""
-        self._shards = shards
+        self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run forward and backward for all micro-batches, then step. Return True if an optimizer stepped.
+        """Run one optimizer step over the micro-batches in `window`. Return True if an optimizer stepped.
 
         Args:
             window: Micro-batches whose gradients are accumulated for the step.
@@ -496,7 +494,7 @@ class PlainStep:
             self._engine.weights.expect()
 
     def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
-        """Run batch hooks, forward and backward of one micro-batch, and return the output of `training_step`.
+        """Run hooks, forward and backward for a micro-batch, and return the output of `training_step` or None.
 
         To save memory, None is returned for all but the last micro-batch of a step, unless the step reads them again.
         """
@@ -541,7 +539,7 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Return the epoch's next batch and its indices, or None, to a step that reads `dataloader_iter`.
+        """Return the next batch with its indices to a step that reads `dataloader_iter`, or None at the end.
 
         None means the end of the epoch. The loader's index is always 0.
         """
@@ -606,7 +604,7 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Finish an optimizer step: count it, step the schedulers and call `on_train_batch_end`.
+        """Finish an optimizer step: count it, step the schedulers and call hooks. Return True if `steps` > 0.
 
         Args:
             window: Micro-batches of the step.
@@ -707,7 +705,7 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Return a function that clears all gradients, and whether it may be called before the forward.
+    """Return a zero-grad function for all optimizers, and True if it may be called before the forward.
 
     It must run later, before the backward, if hooks or an override in the task observe the call.
 
@@ -739,7 +737,7 @@ def choose_zero_grad(
 
 
 def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
-    """Clear the gradients of all parameters of the optimizers, and of the parameter `beside`, if any.
+    """Clear the gradients of the optimizers' parameters, and of `beside`, a parameter that no optimizer has.
 
     Args:
         optimizers: Optimizers whose gradients are cleared.

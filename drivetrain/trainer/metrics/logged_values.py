@@ -26,7 +26,7 @@ from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 
 @dataclass(frozen=True)
 class LogScope:
-    """Place from which `self.log` is called, such as a training step. It decides the defaults of `self.log`.
+    """Part of a run from which `self.log` is called, such as a training step, with the defaults of its options.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -134,7 +134,7 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        """Name for the values of single steps, with `_step` appended if the value is also reduced over the epoch."""
+        """Name under which step values are reported: the logged name, plus `_step` if the epoch is reported too."""
         return self._forked("_step") if self.on_epoch else self.name
 
     @property
@@ -170,7 +170,7 @@ class LoggedValue:
                 self.fold()
 
     def fold(self) -> None:
-        """Reduce the numbers stored so far to one, and add it to the epoch's total. This saves memory."""
+        """Fold the values stored since the last call into the epoch's running total, to free their memory."""
         if not self._pending:
             return
         values, weights = _stack(self._pending), self._weights
@@ -192,14 +192,14 @@ class LoggedValue:
             self.total = part if total is None else pick(torch.stack([total, part]), 0)
 
     def mark(self) -> Mark:
-        """Return a snapshot of this value, for a checkpoint that is saved after newer numbers were logged.
+        """Return a `Mark`: a snapshot of this value, for a checkpoint that is saved after newer ones are logged.
 
         No tensors are copied.
         """
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """Return the numbers logged under one name, and the options of `self.log`, as a dict for a checkpoint.
+        """Return the values logged under one name and their `self.log` options as a dict for a checkpoint.
 
         Stored values are not reduced first: another order of additions would change the result of the epoch.
 
@@ -234,7 +234,7 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, fold: bool = True) -> dict[str, Any]:
-        """Return this rank's total of an epoch as plain Python values, so that ranks can exchange their totals.
+        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks.
 
         Args:
             fold: False to leave stored values out of the total.
@@ -257,7 +257,7 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Snapshot of one logged value, for a checkpoint that is saved after newer numbers were logged.
+    """Snapshot of what was logged under one name, for a checkpoint that is saved after newer values came.
 
     The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
@@ -342,7 +342,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Return two booleans: whether `self.log` must store a value for its step, and whether for its epoch.
+    """Return whether `self.log` stores a value at two moments: for its step, and for its epoch.
 
     Args:
         name: Name of the value.
@@ -382,7 +382,6 @@ def _readable(arguments: Arguments) -> str:
 
 
 def moment_of(scope: LogScope) -> str:
-    """Return a name for the place of a `self.log` call, such as "train step", for error messages."""
     return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"
 
 
@@ -420,7 +419,7 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """Combine the ranks' totals of a logged value into the result of the epoch, or None without totals.
+    """Reduce all ranks' totals of a logged value to the epoch's result, or None if no rank has a total.
 
     Args:
         entry: The value on this rank, or None if this rank did not log it.
@@ -481,18 +480,17 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Return the logged values whose step results must be reduced over ranks, because of `sync_dist=True`."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """Return this rank's latest values of single steps that must still be reduced over ranks, by name."""
+    # Values that are already reduced over ranks are left out.
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the latest step values of all ranks, by name, for example to their mean.
+    """Return the latest step values by name, each combined over all ranks, for example as their mean.
 
     Args:
         entries: Logged values, with their reductions.
@@ -555,14 +553,11 @@ class LoggedValues:
     # Scope
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
-        """Return the key under which values logged in this scope are grouped: stage and loader index.
-
-        Within a group, each name has a single meaning.
-        """
+        # Within a group, each name has a single meaning.
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Set from which part of the run `self.log` is called next, such as the validation of one loader."""
+        """Enter a part of the run, such as the validation of one loader, to which later `self.log` calls belong."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
@@ -588,7 +583,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put aside all logged values for the `with` block, in which the tuner runs trials, then restore them."""
+        """Set aside all logged values while the `with` block runs trial steps, and restore them afterwards."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -734,7 +729,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return a second key for a name that another loader's value already uses. By default, raise an error.
+        """Return another key for a name that two loaders have logged. The default raises `ConfigurationError`.
 
         Raises:
             ConfigurationError: The name belongs to another loader.
@@ -754,7 +749,7 @@ class LoggedValues:
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """Return this rank's logged values of the current epoch, and earlier results, for a checkpoint.
+        """Return the values logged in the current epoch on this rank, and earlier results, for a checkpoint.
 
         Args:
             mark: Moment whose values are returned, or None for the current values.
@@ -816,7 +811,7 @@ class LoggedValues:
         return values
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the last training step's values for the trackers after an exception on any rank.
+        """Return the last step's values after an exception, and the names of those not reduced over ranks.
 
         Runs no collective, because a rank that failed would not take part.
 
@@ -836,7 +831,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """Return the newest number of each logged name, which callbacks read as `trainer.callback_metrics`.
+        """Return the newest value of each logged name, for callbacks that read `trainer.callback_metrics`.
 
         Args:
             with_evaluation_steps: False to leave out single steps of validation and test.
@@ -855,7 +850,7 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch, and return the values that its step logged, to be sent to the trackers.
+        """Count an evaluated batch. Return the values that its step logged, and how many batches came before it.
 
         Returns:
             The values by name, and the number of batches that were evaluated before.
@@ -891,7 +886,7 @@ class LoggedValues:
     # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Compute an epoch's results: reduce each logged value over batches and ranks. Runs a collective.
+        """Finish an epoch: reduce each logged value over batches and ranks, and return the results.
 
         Args:
             stage: Stage of the epoch, such as `"train"`.
@@ -944,7 +939,7 @@ class LoggedValues:
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return the result of a torchmetrics object's `compute()` as a scalar, or None if the result is None.
+        """Return `computed`, the result of a torchmetrics object's `compute()`, as a scalar or None.
 
         Raises:
             ConfigurationError: The result is not a single number.
@@ -968,7 +963,7 @@ class LoggedValues:
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Restore from a checkpoint which metrics must be reset soon, because their epoch is over.
+        """Restore from a checkpoint which metrics have finished their epoch, so that `reset_finished` resets them.
 
         Args:
             task: Task that contains the metrics.
@@ -987,14 +982,14 @@ class LoggedValues:
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Discard all values that were logged in these stages, which are about to run again."""
+        """Discard all values that were logged in the given stages, such as validation, before they start again."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Discard all logged values, and reset their metrics, before `fit`, `validate`, `test` or `predict` begins.
+        """Discard logged values and reset their metrics when `fit`, `validate`, `test` or `predict` begins.
 
         Args:
             evaluates_alone: True for `validate`, `test` and `predict`, False for `fit`.
@@ -1009,7 +1004,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Add numbers that were not logged in this process to the values for callbacks and the progress bar.
+        """Remember numbers that `self.log` did not record, for `trainer.callback_metrics` and the progress bar.
 
         Args:
             values: Values for callbacks, by name.
@@ -1096,7 +1091,7 @@ class HeldBack:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Record all calls of `self.log` in the `with` block, which processes one part of a micro-batch.
+        """Collect the `self.log` calls of the `with` block, which runs a part of micro-batch number `place`.
 
         Args:
             place: Index of the micro-batch within the optimizer step.
@@ -1111,7 +1106,7 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Combine the values that the parts of a micro-batch have logged, and log each of them once.
+        """Log the values of micro-batch number `place`: combine those of its parts, and log each name once.
 
         Args:
             place: Index of the micro-batch within the optimizer step.

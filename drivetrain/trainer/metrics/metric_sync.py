@@ -19,7 +19,7 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Return the result of a torchmetrics object's `compute()`, with its states merged over ranks. Runs a collective.
+    """Return the result of a torchmetrics object's `compute()`, with states merged over ranks by collectives.
 
     Works even if some ranks have not updated the metric.
 
@@ -34,7 +34,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Let metrics merge only the states of `ranks`, because the other ranks have processed equal batches.
+    """Let metrics merge only the states of `ranks`, as others saw equal batches. Return a function to undo this.
 
     Their samples would otherwise count several times. Used for metrics that a task computes itself. Metrics with their
     own `process_group` or `dist_sync_fn` are left alone.
@@ -68,7 +68,7 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Let `metric.compute()` in the `with` block exchange all states of the metric in a single collective.
+    """Let `metric.compute()` in the `with` block exchange its whole state over ranks in one collective.
 
     torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
     the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.

@@ -60,13 +60,12 @@ class TrackerLog:
     # Step values
 
     def begin_training(self) -> None:
-        """Prepare to write values at intervals during training, if `log_every_n_steps` is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Compute the next optimizer step after which values are written to the trackers."""
+        """Set `next_step`: the next optimizer step after which values are written to the trackers."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
@@ -109,7 +108,7 @@ class TrackerLog:
     # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Compute an epoch's results from the values that a stage has logged. Runs a collective.
+        """Compute the epoch's result of each name that was logged in a stage. Runs a collective on all ranks.
 
         The results of training are also written to the trackers.
 
@@ -138,7 +137,7 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the key of a result in the dicts of `validate` and `test`. Subclasses may choose other keys."""
+        """Return the key of an epoch's result in the dicts that `validate` and `test` return. Can be overridden."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -158,7 +157,7 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the last optimizer step's values to the trackers after an exception, before they are lost.
+        """Write the last step's values to the trackers after an exception, before they are lost.
 
         If not all ranks arrive here within a second, trackers receive the values of this rank alone.
 

@@ -48,13 +48,12 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Set replacements for words in action names, such as "Task", to match another framework's names."""
         self._words = words
 
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the name under which profilers report a callback's hook: `[Callback]Timer.on_fit_start`.
+        """Return the name of a callback's hook in profiler reports, such as `[Callback]Timer.on_fit_start`.
 
         The name contains the callback's `state_key` if there are several callbacks of its class.
         """
@@ -63,11 +62,11 @@ class Actions:
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the name under which profilers report a method of the strategy: `[Strategy]DDP.backward`."""
+        """Return the name of a strategy's method in profiler reports, such as `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the name under which profilers report a method of a task or data module: `[Task]Net.setup`."""
+        """Return the name of a method of task or data module in profiler reports, such as `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
@@ -124,7 +123,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Let the profiler measure backward and optimizer step: return `hooks` with both functions wrapped."""
+        """Let the profiler watch backward and optimizer step: return `hooks` with both functions wrapped."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

@@ -198,7 +198,7 @@ class PyTorchProfiler(Profiler):
     # Recording
 
     def _begin_step(self, kind: str) -> None:
-        """Start a recording at a step, such as `"training_step"`, or advance the running one by a step."""
+        """Begin a step of the given kind: advance its `torch.profiler` recording, or start a new one."""
         if self._schedule is None:
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """Describe how batches are divided among the ranks, so that a resumed run notices if this has changed.
+    """Describe how batches are divided among ranks (the layout), so that a resumed run notices a change.
 
     The state that a rank has saved can be restored only in a run with an equal layout.
     """
@@ -56,7 +56,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Merge a checkpoint's logged values and metric states for this rank, if the number of ranks has changed.
+    """Merge the logged values and metric states of a checkpoint for this rank, if the number of ranks differs.
 
     Also used if the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run, so
     that sums over an epoch stay complete.
@@ -154,7 +154,7 @@ class StepSnapshot:
         self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
-        """Copy random states, metrics and buffers of this process, before a step or validation changes them."""
+        """Take the snapshot: copy random states, metrics and buffers before a step or validation changes them."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
         self.random = RandomState.capture()
@@ -163,7 +163,7 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Copy the task's buffers again, after a callback such as `WeightAveraging` has exchanged them.
+        """Update the task's buffers in the snapshot, after a callback such as `WeightAveraging` exchanged them.
 
         Does nothing between two steps.
         """
@@ -171,19 +171,19 @@ class StepSnapshot:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Discard the snapshot from before the step, so that the next checkpoint stores the current state."""
+        """Discard the snapshot after its step, so that the next checkpoint stores the current state."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
-        """True during a step or validation, when a checkpoint must store the state from before it."""
+        """True while the step or validation of this snapshot runs. Checkpoints then store the snapshot."""
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Set the task's buffers to their values before the unfinished step, for the `with` block only.
+        """Set the task's buffers to their values in the snapshot for the `with` block, which saves a checkpoint.
 
         Used while a checkpoint is saved. Does nothing between two steps.
         """
@@ -413,7 +413,7 @@ class SavedRun:
                 callback.load_state_dict(callbacks[key])
 
     def _migrate(self, shown: dict[str, Any]) -> None:
-        """Call the task's `on_load_checkpoint` for the weights, and again for copies such as averaged weights.
+        """Let `on_load_checkpoint` migrate the loaded weights, and copies of them such as averaged weights.
 
         A callback may have stored such copies in the checkpoint.
         """
@@ -516,7 +516,7 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the loader position and random state of the last finished step, to be saved in a checkpoint.
+    """Return the loader position and random state after the last finished step, for a checkpoint.
 
     Outside `fit`, the result is empty.
     """
@@ -551,7 +551,7 @@ def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str,
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Return a copy of a loader's state dict, with its position moved to the first batch of an epoch.
+    """Return a copy of a loader's state dict whose position is the first batch of the given epoch.
 
     The states of random generators in it are not changed.
 

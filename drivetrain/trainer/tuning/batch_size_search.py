@@ -63,7 +63,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Check that a search can change the batch size, and return the attribute that stores it.
+    """Return the batch-size attribute for a search. Raise an error if there is none or loaders were given.
 
     Raises:
         ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.
@@ -200,7 +200,7 @@ class _Trials:
 
 
 def _rows_of(loaders: Any) -> int | None:
-    """Return the number of rows of the largest dataset, which limits the batch size, or None if it is unknown."""
+    """Return the number of rows of the largest dataset among the loaders, or None if none is known."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.loaders
     several = loaders.values() if isinstance(loaders, Mapping) else loaders

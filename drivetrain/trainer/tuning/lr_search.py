@@ -135,10 +135,10 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Train for some steps with rising learning rates, set the suggested rate, and return rates and losses.
+    """Train for some steps with rising learning rates, set the suggested rate, and return the `LRFinder`.
 
-    Everything else in the run is restored. All ranks must call this together, after the task is placed. Their losses
-    are averaged, so all find an equal rate.
+    `tried` describes the search: the range of rates, the number of steps and the attribute to set. Everything else in
+    the run is restored.
 
     All ranks must call this together, after the task is placed. Their losses are averaged, so all find an equal rate.
     """
@@ -195,7 +195,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
 
 
 def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
-    """Set the learning rate that a search has found in the existing optimizer and schedulers.
+    """Set the learning rate that a search has found in the run's existing optimizer and schedulers.
 
     Before the first step, `configure_optimizers` runs again and its options are copied. This also updates schedulers
     that depend on the rate. Later, only the rate of the parameter groups changes.
@@ -218,7 +218,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
 
 
 class _Losses(Callback):
-    """Callback that adds up the losses of a step's micro-batches, for the learning-rate search."""
+    """Callback that collects the losses of a step's micro-batches, for the learning-rate search."""
 
     saves_within_steps = False
 
@@ -236,7 +236,7 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the mean loss of the last step over micro-batches and ranks, or None, and start anew.
+        """Return the last step's mean loss over micro-batches and ranks, or None without one. Clears the sums.
 
         Returns None if the step had no loss.
         """
@@ -261,7 +261,7 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Update the moving average with a step's loss. Return False if the loss has exploded, to end the search.
+        """Add a step's loss to the moving average. Return False if the average has exploded, to end the search.
 
         A loss of None is ignored.
         """

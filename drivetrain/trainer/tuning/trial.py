@@ -48,10 +48,10 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Train for up to `steps` steps, in epochs, and call the hooks of the task as `fit` would do.
+        """Run a trial: up to `steps` training steps with the task's hooks, each run by `run_window`.
 
         `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
-        the trial.
+        the trial. With `within_limits`, epochs end at `limit_train_batches`.
         """
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
         trainer.current.leave_batch()  # a failed trial may have left a batch in memory
@@ -135,7 +135,7 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Prepare a training loader for trial steps in the `with` block, then release it and restore its state."""
+    """Yield the prepared training loader for trials of a search, and restore its position after the block."""
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -152,7 +152,8 @@ def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
     """Restore weights, optimizers and all other state of the run after the `with` block, even if it raises.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
-    random generators and the current stage and batch. Each rank restores its own part without a collective.
+    random generators and the current stage and batch. Each rank restores its own part without a collective. If `trains`
+    is False, weights, optimizers and schedulers are not copied, since evaluation does not change them.
     """
     progress, metrics = trainer.progress.state_dict(), metric_states(find_metrics(task))
     with ExitStack() as stack:

@@ -149,7 +149,7 @@ class Tuner:
             return self._trainer.tuning.find_batch_size(task, tried)
 
     def _check(self, finder: type[Callback], method: str, training: Any, validating: Any, evaluating: Any) -> Stage:
-        """Check the arguments of a search, and return the stage, such as training, in which it runs."""
+        """Check the arguments of `lr_find` or `scale_batch_size`, and return the stage in which the search runs."""
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
@@ -175,7 +175,7 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set up the task for a search in the `with` block, as its run would do, then restore the Trainer."""
+        """Set up a task for a search as its run would do, yield it, then tear down and restore the Trainer."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
@@ -225,7 +225,7 @@ class Tuning:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Run the learning-rate search for a task, and return its result. Return None with `fast_dev_run`.
+        """Run the learning-rate search for a task, and return its `LRFinder`. Return None with `fast_dev_run`.
 
         All ranks must call this together.
         """
