@@ -353,7 +353,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: WeightHistograms("2 eons"), r"WeightHistograms.every_n_steps='2 eons'"),
     (lambda: StragglerMonitor("2 eons"), r"StragglerMonitor.every_n_steps='2 eons'"),
     (lambda: NaNGuard(every_n_steps="2 eons"), r"NaNGuard.every_n_steps='2 eons'"),
-    (lambda: NaNGuard(action="skip", every_n_steps="2 epochs"), r"read before it is taken"),
+    (lambda: NaNGuard(action="skip", every_n_steps="2 epochs"), r"if every step is checked"),
     (lambda: EMAWeightAveraging(update_every_n_steps="2 eons"), r"update_every_n_steps='2 eons'"),
     (lambda: EMAWeightAveraging(update_starting_at_epoch="2 min"), r"update_starting_at_step takes the other"),
     (lambda: StochasticWeightAveraging(0.1, "2 eons"), r"swa_epoch_start='2 eons'"),
