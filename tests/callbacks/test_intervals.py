@@ -359,7 +359,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: StochasticWeightAveraging(0.1, "2 eons"), r"swa_epoch_start='2 eons'"),
     (lambda: StochasticWeightAveraging(0.1, annealing_epochs="2 min"), r"annealing_epochs='2 min' is not a number of"),
     (lambda: BackboneFinetuning("2 eons"), r"unfreeze_backbone_at_epoch='2 eons'"),
-    (lambda: GradientAccumulationScheduler({"2 min": 2}), r"depends on the schedule itself"),
+    (lambda: GradientAccumulationScheduler({"2 min": 2}), r"depend on the schedule itself"),
     (lambda: ModelCheckpoint(every_n_epochs="2 steps"), r"every_n_epochs='2 steps'.*every= takes the other"),
     (lambda: Trainer(log_every_n_steps="2 eons"), r"log_every_n_steps='2 eons'"),
     (lambda: Trainer(check_val_every_n_epoch="5 steps"), r"check_val_every_n_epoch='5 steps'.*val_check_interval"),

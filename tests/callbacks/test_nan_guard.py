@@ -326,7 +326,7 @@ def test_nothing_is_saved_from_a_spoilt_model(tmp_path: Path) -> None:
     [
         ({"action": "skipp"}, "Did you mean 'skip'"),
         ({"max_rollbacks": -1}, "max_rollbacks must be at least 0"),
-        ({"every_n_steps": 0}, "give 1 or more"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
         ({"action": "skip", "every_n_steps": 5}, "steps can only be skipped if every step is checked"),
     ],
 )
