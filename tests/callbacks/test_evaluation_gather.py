@@ -229,7 +229,7 @@ def test_a_metric_that_is_no_single_number_is_refused(tmp_path: Path) -> None:
     [
         ({}, "has nothing to do"),
         ({"path": "out.xlsx"}, "the file extension '.xlsx' is not supported"),
-        ({"path": "out.pt", "stages": ["val"]}, "there is no 'val'"),
+        ({"path": "out.pt", "stages": ["val"]}, "there is no stage 'val'"),
         ({"metrics": lambda a, b: 0}, "must be a dict of names and metrics"),
     ],
 )
