@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
 def test_one_of_several_models_is_chosen(tmp_path: Path) -> None:
     models = [{"weight": torch.zeros(1)}, {"weight": torch.ones(1)}]
     save_run_state(tmp_path / "one", {"models": models}, {}, alone())
-    with pytest.raises(CheckpointError, match="holds 2 models"):
+    with pytest.raises(CheckpointError, match="contains 2 models"):
         consolidate(tmp_path / "one", tmp_path / "out")
     consolidate(tmp_path / "one", tmp_path / "out", model=1)
     assert read(tmp_path / "out")["weight"].item() == 1
