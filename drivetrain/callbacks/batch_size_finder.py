@@ -32,14 +32,14 @@ class BatchSizeRange:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigurationError(
-                f"mode={self.mode!r}: should be either of {MODES}.{nearest(str(self.mode), MODES)}"
+                f"mode={self.mode!r} is not valid: mode should be either of {MODES}.{nearest(str(self.mode), MODES)}"
             )
         for name, least in (("steps_per_trial", 1), ("init_val", 1), ("max_trials", 0), ("max_val", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}.")
+                raise ConfigurationError(f"{name}={value!r} is not valid. Use an integer of at least {least}.")
         if not 0.0 <= self.margin < 1.0:
-            raise ConfigurationError(f"margin={self.margin!r}: give a share from 0.0 to below 1.0.")
+            raise ConfigurationError(f"margin={self.margin!r} is not valid. Use a fraction from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
         """Return the next batch size to try, given the sizes that fit or failed so far, or None to end the search.

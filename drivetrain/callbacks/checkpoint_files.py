@@ -128,7 +128,7 @@ class CheckpointName:
                 text = format(value, style)
             except ValueError as error:
                 raise ConfigurationError(
-                    f"The checkpoint name {self.template!r} writes {name} = {value!r} as {style!r}: {error}. "
+                    f"The checkpoint name {self.template!r} cannot format {name} = {value!r} with {style!r}: {error}. "
                     "Use a format for numbers, such as {epoch:02d} or {val_loss:.3f}.",
                 ) from None
             # A slash in a metric's name would create a subdirectory.
@@ -332,7 +332,7 @@ def link(path: str, target: str) -> None:
     except OSError as error:
         if os.path.islink(beside):
             os.unlink(beside)
-        raise CheckpointError(f"{path} could not be made a link to {target}: {error}.") from error
+        raise CheckpointError(f"Cannot create the link {path} to {target}: {error}. Use save_last='copy'.") from error
 
 
 def duplicate(path: str, source: str) -> None:
@@ -348,7 +348,7 @@ def duplicate(path: str, source: str) -> None:
         storage.replace(place, path, token)
     except OSError as error:
         storage.discard(place)
-        raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
+        raise CheckpointError(f"Cannot copy the checkpoint {source} to {path}: {error}.") from error
 
 
 def _check_replaceable(path: str) -> None:
@@ -356,7 +356,7 @@ def _check_replaceable(path: str) -> None:
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
-        raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
+        raise CheckpointError(f"{path} is not a checkpoint, so this file is not overwritten. Use another name.")
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
@@ -364,7 +364,7 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
-        logger.warning(f"A replaced checkpoint could not be removed: {error}")
+        logger.warning(f"The old checkpoint {path} could not be removed: {error}")
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
@@ -496,7 +496,7 @@ class Decision:
         if self.path is not None:
             logger.info(f"{where}: saved {self.path}{score}.")
         else:
-            logger.info(f"{where}: not among the best {options.save_top_k}{score}.")
+            logger.info(f"{where}: the model{score} is not among the best {options.save_top_k}.")
 
 
 def decide(
@@ -543,7 +543,7 @@ def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metr
     for key in name.fields:
         if key not in metrics and key not in ("epoch", "step"):
             logger.warning_once(
-                f"ModelCheckpoint(filename={options.filename!r}): there is no metric {key!r}, so the name has nan. "
+                f"ModelCheckpoint(filename={options.filename!r}): {key!r} was not logged, so the name contains nan. "
                 f"Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
             )
 

@@ -105,7 +105,7 @@ class EarlyStopping(Callback):
     ) -> None:
         check_mode(mode, "EarlyStopping")
         if patience < 0:
-            raise ConfigurationError(f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more.")
+            raise ConfigurationError(f"EarlyStopping(patience={patience}): patience must be at least 0 checks.")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience

@@ -173,8 +173,8 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
     extension = Path(path).suffix
     if extension not in _WRITERS:
         raise ConfigurationError(
-            f"EvaluationGather(path={os.fspath(path)!r}): a file {extension or 'without extension'} cannot be "
-            f"written. The extension chooses the format: {', '.join(_WRITERS)}.",
+            f"EvaluationGather(path={os.fspath(path)!r}): the file extension {extension!r} is not supported. "
+            f"Use one of {', '.join(_WRITERS)}.",
         )
     return _WRITERS[extension]
 
@@ -309,18 +309,18 @@ class EvaluationGather(Callback):
     ) -> None:
         if metrics is None and path is None:
             raise ConfigurationError(
-                "EvaluationGather has nothing to do: give metrics= to compute, path= to write to, or both.",
+                "EvaluationGather has nothing to do: pass metrics= to compute metrics, path= to write a file, or both.",
             )
         if metrics is not None and not isinstance(metrics, Mapping) and not _is_metric(metrics):
             raise ConfigurationError(
-                f"EvaluationGather(metrics={metrics!r}): give a dict of names and metrics, "
+                f"EvaluationGather(metrics={metrics!r}): metrics must be a dict of names and metrics, "
                 "such as {'val_auroc': metric}, or a torchmetrics.MetricCollection.",
             )
         for stage in stages:
             if stage not in _STAGES:
                 raise ConfigurationError(
-                    f"EvaluationGather(stages={stages!r}): there is no {stage!r}.{nearest(stage, _STAGES)} "
-                    f"Stages are {', '.join(map(repr, _STAGES))}.",
+                    f"EvaluationGather(stages={stages!r}): there is no stage {stage!r}.{nearest(stage, _STAGES)} "
+                    f"Use {', '.join(map(repr, _STAGES))}.",
                 )
         if path is not None:
             writer_for(path)
@@ -425,15 +425,15 @@ class EvaluationGather(Callback):
         if isinstance(outputs, Mapping):
             if self.predictions not in outputs:
                 raise DataError(
-                    f"EvaluationGather(predictions={self.predictions!r}): {step} returned a dict with "
+                    f"EvaluationGather(predictions={self.predictions!r}): {step} did not return this key, but only: "
                     f"{', '.join(map(repr, outputs)) or 'nothing'}.{nearest(self.predictions, map(str, outputs))} "
-                    "Return the predictions under that key, name another key, or give select=."
+                    "Return the predictions under that key, set predictions= to another key, or pass select=."
                 )
             return outputs[self.predictions], outputs.get(self.targets)
         if outputs is None:
             raise DataError(
                 f"EvaluationGather needs predictions, but {step} returned None. Return a dict such as "
-                f"{{{self.predictions!r}: ..., {self.targets!r}: ...}}, or give select=."
+                f"{{{self.predictions!r}: ..., {self.targets!r}: ...}}, or pass select=."
             )
         return outputs, None
 
@@ -480,8 +480,8 @@ def _is_metric(metric: Any) -> bool:
 def _compute(metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any], samples: Samples) -> dict[str, float]:
     if samples.targets is None:
         raise DataError(
-            "EvaluationGather has metrics to compute, but the outputs hold no targets. Return them with the "
-            "predictions, name their key with targets=, or give select=."
+            "EvaluationGather has metrics to compute, but the outputs contain no targets. Return targets with the "
+            "predictions, set targets= to the key of the targets, or pass select=."
         )
     named: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) and not _is_metric(metrics) else {"": metrics}
     values: dict[str, float] = {}

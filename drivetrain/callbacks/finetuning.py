@@ -165,9 +165,9 @@ class BaseFinetuning(Callback):
         if len(missing) < len(given):
             count = len(given) - len(missing)
             warnings.warn(
-                f"The provided params to be frozen already belong to a group of this optimizer: {count} of them. They "
-                "stay in that group and are trained from the start. Did you init your optimizer in "
-                "configure_optimizers with all parameters? Pass only those with requires_grad=True.",
+                f"The provided params to be frozen already belong to a group of this optimizer ({count} parameters), "
+                "so they are trained from the start. Did you init your optimizer in configure_optimizers with all "
+                "parameters? Pass only parameters with requires_grad=True to the optimizer.",
                 stacklevel=3,
             )
         return missing
@@ -395,7 +395,7 @@ class BackboneFinetuning(BaseFinetuning):
             return
         self.previous_backbone_lr = own
         if self.verbose:
-            logger.info(f"Epoch {epoch}: lr {round(rate, self.rounding)}, backbone {round(own, self.rounding)}.")
+            logger.info(f"Epoch {epoch}: lr {round(rate, self.rounding)}, backbone lr {round(own, self.rounding)}.")
 
 
 def _epoch_or_duration(given: int | str | Duration) -> int | Duration:

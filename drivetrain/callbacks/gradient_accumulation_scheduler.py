@@ -42,8 +42,8 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: Mapping[int | str | Duration, int]) -> None:
         if not isinstance(scheduling, Mapping) or not scheduling:
             raise ConfigurationError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epochs and micro-batches "
-                "per step, such as {0: 1, 4: 2}.",
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): scheduling must be a dict of epochs and "
+                "micro-batches per step, such as {0: 1, 4: 2}.",
             )
         by_epoch: dict[int, int] = {}
         self._shares: dict[float, int] = {}
@@ -55,13 +55,13 @@ class GradientAccumulationScheduler(Callback):
                 by_epoch[epoch] = factor
             else:
                 raise ConfigurationError(
-                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): Epoch should be an int from 0 on, not "
-                    f"{given!r}.",
+                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): Epoch should be an int from 0 upwards, "
+                    f"but got {given!r}.",
                 )
             if not _is_whole(factor, 1):
                 raise ConfigurationError(
                     f"GradientAccumulationScheduler(scheduling={scheduling!r}): Accumulation factor should be an int "
-                    f"from 1 on, not {factor!r}.",
+                    f"of at least 1, but got {factor!r}.",
                 )
         self._by_epoch = by_epoch
         self.scheduling = {0: 1, **dict(sorted(by_epoch.items()))}
@@ -79,8 +79,8 @@ class GradientAccumulationScheduler(Callback):
         assert duration is not None
         if duration.unit not in (Unit.EPOCHS, Unit.RUN):
             raise ConfigurationError(
-                f"GradientAccumulationScheduler(scheduling): {given!r} is no epoch. The number of steps, samples or "
-                "tokens depends on the schedule itself. Give epochs (4, '4 epochs') or a share of them ('50%').",
+                f"GradientAccumulationScheduler(scheduling): {given!r} is not in epochs. Steps, samples and tokens "
+                "depend on the schedule itself. Use epochs (4, '4 epochs') or a fraction of the run ('50%').",
             )
         return int(duration.amount) if duration.unit is Unit.EPOCHS else float(duration.amount)
 
@@ -101,8 +101,8 @@ class GradientAccumulationScheduler(Callback):
             return
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(
-                f"You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`: leave out "
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), or the callback.",
+                f"You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`: remove "
+                f"either Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), or the callback.",
             )
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigurationError(
@@ -111,8 +111,8 @@ class GradientAccumulationScheduler(Callback):
             )
         if self._shares and trainer.max_epochs < 0:
             raise ConfigurationError(
-                "GradientAccumulationScheduler(scheduling) has a share of the run's epochs, but the Trainer has no "
-                "max_epochs. Set max_epochs, or give epochs.",
+                "GradientAccumulationScheduler(scheduling) contains a fraction of the run's epochs, but the Trainer "
+                "has no max_epochs. Set max_epochs, or use epoch numbers.",
             )
         shares = {int(share * trainer.max_epochs): factor for share, factor in self._shares.items()}
         self.scheduling = {0: 1, **dict(sorted({**self._by_epoch, **shares}.items()))}

@@ -46,7 +46,7 @@ class GradientNorm(Callback):
         self, norm_type: float = 2.0, by_parameter: bool = False, every: int | str | Duration | None = None
     ) -> None:
         if not norm_type > 0:
-            raise ConfigurationError(f"GradientNorm(norm_type={norm_type}): give a number above 0, such as 2.0.")
+            raise ConfigurationError(f"GradientNorm(norm_type={norm_type}): use a positive number, such as 2.0.")
         self.norm_type, self.by_parameter = float(norm_type), by_parameter
         self.every = checked_every(every, "GradientNorm")
         self.schedule = self.every if isinstance(self.every, Duration) else None

@@ -128,7 +128,7 @@ class Guard(Callback):
         self._interval: StepInterval | None = None
         if action not in ACTIONS:
             raise ConfigurationError(
-                f"{name}(action={action!r}): give one of {', '.join(map(repr, ACTIONS))}."
+                f"{name}(action={action!r}): action must be one of {', '.join(map(repr, ACTIONS))}."
                 f"{nearest(str(action), ACTIONS)}",
             )
         for key, number, least in (
@@ -137,11 +137,11 @@ class Guard(Callback):
             ("every_n_steps", every_n_steps if self.schedule is None else 1, 1),
         ):
             if not isinstance(number, int) or number < least:
-                raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.")
+                raise ConfigurationError(f"{name}({key}={number!r}): {key} must be at least {least}.")
         if action == "skip" and every_n_steps != 1:
             raise ConfigurationError(
-                f"{name}(action='skip', every_n_steps={every_n_steps}): a step can only be skipped "
-                "if its value is read before it is taken. Leave every_n_steps=1, or choose 'stop' or 'rollback'.",
+                f"{name}(action='skip', every_n_steps={every_n_steps}): steps can only be skipped if every step is "
+                "checked. Set every_n_steps=1, or use action='stop' or 'rollback'.",
             )
         self.monitor = monitor
         self.action = action
@@ -328,7 +328,7 @@ class Guard(Callback):
         batches = [(one.epoch, batch) for batch in one.batches]
         self.skipped += batches
         logger.warning(
-            f"{message} Rolling back to {path}, without these batches. This is rollback {self.rollbacks} of "
+            f"{message} The run rolls back to {path} and skips these batches. This is rollback {self.rollbacks} of "
             f"{self.max_rollbacks}."
         )
         trainer.request_rollback(path, batches)
@@ -391,7 +391,7 @@ class NaNGuard(Guard):
         if self.check_gradients and self._is_manual:
             raise ConfigurationError(
                 f"NaNGuard(check_gradients=True): {type(task).__name__} steps its optimizers by hand, so its gradients "
-                "cannot be checked before a step. Leave it False: the loss is still checked.",
+                "cannot be checked before a step. Set check_gradients=False: the loss is still checked.",
             )
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
@@ -506,10 +506,10 @@ class LossSpikeGuard(Guard):
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)
         if not isinstance(window, int) or window < 4:
             raise ConfigurationError(
-                f"LossSpikeGuard(window={window!r}): give the number of values to compare with, 4 or more."
+                f"LossSpikeGuard(window={window!r}): window, the number of losses to compare, must be at least 4."
             )
         if not threshold > 0:
-            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.")
+            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): use a positive score, such as 6.")
         self.threshold = threshold
 
     def forget_run(self) -> None:

@@ -33,17 +33,17 @@ class LRRange:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigurationError(
-                f"mode={self.mode!r}: should be either of {MODES}.{nearest(str(self.mode), MODES)}"
+                f"mode={self.mode!r} is not valid: mode should be either of {MODES}.{nearest(str(self.mode), MODES)}"
             )
         for name in ("min_lr", "max_lr"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ConfigurationError(f"{name}={value!r}: give a learning rate above 0.")
+                raise ConfigurationError(f"{name}={value!r} is not valid. Use a positive learning rate.")
         if not isinstance(self.num_training, int) or self.num_training < 1:
-            raise ConfigurationError(f"num_training={self.num_training!r}: give a whole number of at least 1.")
+            raise ConfigurationError(f"num_training={self.num_training!r} is not valid. Use an integer of at least 1.")
         if self.early_stop_threshold is not None and not self.early_stop_threshold > 0:
             raise ConfigurationError(
-                f"early_stop_threshold={self.early_stop_threshold!r}: give a number above 0, or None never to stop.",
+                f"early_stop_threshold={self.early_stop_threshold!r}: use a positive number, or None to never stop.",
             )
 
     def rate(self, number: int) -> float:

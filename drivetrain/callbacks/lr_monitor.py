@@ -104,14 +104,14 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
-                "Cannot use LearningRateMonitor with a `Trainer` that has no logger. Give it one, such as "
-                "Trainer(logger='csv'), or take this callback out.",
+                "Cannot use LearningRateMonitor with a `Trainer` that has no logger. Set one, such as "
+                "Trainer(logger='csv'), or remove this callback.",
             )
         self._forget()
         self._rates = self._find(trainer.optimizers, trainer.lr_scheduler_configs)
         if self.log_momentum and any(not each.has_momentum for each in self._rates):
             warnings.warn(
-                "LearningRateMonitor(log_momentum=True): some optimizers do not have momentum. Theirs is logged as 0.",
+                "LearningRateMonitor(log_momentum=True): some optimizers have no momentum. For these, 0 is logged.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -165,7 +165,7 @@ class LearningRateMonitor(Callback):
         if twice:
             raise ConfigurationError(
                 f"Two learning-rate schedulers have the name {twice[0]!r}. LearningRateMonitor logs under these "
-                "names: give each scheduler a different name, or none.",
+                "names. Set a different name for each scheduler, or no name.",
             )
         classes: Counter[str] = Counter()
         found = []
@@ -204,7 +204,7 @@ class _Rates:
         if twice:
             raise ConfigurationError(
                 "A single `Optimizer` cannot have multiple parameter groups with identical names, since the names "
-                f"label the logged rates: {twice[0]!r}. Give each group a different `name`, or none.",
+                f"label the logged rates: {twice[0]!r}. Set a different `name` for each group, or no name.",
             )
         # A second group renames the first one: `lr-Adam` becomes `lr-Adam/pg1`, and its history moves along.
         moved = [monitor.lrs.pop(name, []) for name in self._known]

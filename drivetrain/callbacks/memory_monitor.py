@@ -103,7 +103,7 @@ class MemoryMonitor(Callback):
         folder = Path(self.snapshot_dir or trainer.local_dir)
         path = folder / f"memory-rank{trainer.global_rank}-step{trainer.global_step}.pickle"
         self._history.write(path)
-        logger.warning("%s The allocation history is in %s: open it on https://pytorch.org/memory_viz.", where, path)
+        logger.warning("%s The allocation history is in %s. Open it on https://pytorch.org/memory_viz.", where, path)
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         if self._history is not None:

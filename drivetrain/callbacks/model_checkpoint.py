@@ -53,25 +53,25 @@ def check_options(
     check_mode(mode, "ModelCheckpoint")
     if not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none. "
-            "Must be >= -1.",
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): Must be >= -1. Use -1 to keep all checkpoints, or 0 to keep "
+            "none.",
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= "
-            "checkpoints cannot be ranked. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). To keep "
-            "the newest few, keep all and give total_limit.",
+            "checkpoints cannot be ranked. Set monitor, or set save_top_k to 1 (the newest), -1 (all) or 0 (none). To "
+            "keep the newest few, set save_top_k=-1 and total_limit.",
         )
     if save_last not in (None, True, False, "link", "copy"):
-        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.")
+        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): use True, False, 'link' or 'copy'.")
     if total_limit is not None and (not isinstance(total_limit, int) or total_limit < 1):
         raise ConfigurationError(
-            f"ModelCheckpoint(total_limit={total_limit!r}): give how many checkpoints the directory may hold, 1 or "
-            "more, or None for any number.",
+            f"ModelCheckpoint(total_limit={total_limit!r}): total_limit, the number of checkpoints in the directory, "
+            "must be at least 1, or None for no limit.",
         )
     if on_save_error not in ON_SAVE_ERROR:
         raise ConfigurationError(
-            f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run if a checkpoint cannot "
+            f"ModelCheckpoint(on_save_error={on_save_error!r}): use 'raise' to end the run if a checkpoint cannot "
             f"be written, or 'warn' to continue.{nearest(str(on_save_error), ON_SAVE_ERROR)}",
         )
 
@@ -103,7 +103,7 @@ class SaveInterval(NamedTuple):
         if duration is None:
             return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
         if not duration.amount:
-            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give an interval above 0.")
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): every must be a positive interval.")
         return cls(
             int(duration.amount) if duration.unit is Unit.STEPS else 0,
             duration.timedelta if duration.unit is Unit.SECONDS else None,
@@ -119,13 +119,13 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
         given["every"] = str(every)
     if len(given) > 1:
         raise ConfigurationError(
-            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
-            f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
-            "several intervals, use several ModelCheckpoints.",
+            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs, train_time_interval and "
+            f"every is not allowed: {', '.join(f'{name}={value!r}' for name, value in given.items())}. Set only one "
+            "of these. For several intervals, use several ModelCheckpoints.",
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and value < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0. 0 means never.")
+            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0. Use 0 to disable it.")
 
 
 logger = get_logger(__name__)
@@ -442,8 +442,8 @@ class ModelCheckpoint(Callback):
         outside = decide_on_main_process(lambda: state.names_leading_outside(directory) if is_local else set())
         if outside:
             logger.warning(
-                f"{', '.join(sorted(outside))} in {directory} are links to places outside of it. They are left "
-                "unchanged and are not ranked with the checkpoints of this run."
+                f"{', '.join(sorted(outside))} in {directory} are links to places outside of this directory. They "
+                "are left unchanged and are not ranked with the checkpoints of this run."
             )
         self._writer.kept.restore(state.without(outside), directory)
 
@@ -464,7 +464,7 @@ class ModelCheckpoint(Callback):
         if self.save_last == "link" and not checkpoint_files.is_local(self.dirpath):
             raise ConfigurationError(
                 f"ModelCheckpoint(save_last='link') is only supported for local file paths, not for {self.dirpath}. "
-                "Give save_last=True.",
+                "Use save_last=True.",
             )
         self._fits += 1
         self._validations = self._judged = 0
@@ -695,7 +695,7 @@ class OnExceptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
-            raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
+            raise ConfigurationError("OnExceptionCheckpoint(filename=''): filename must not be empty.")
         self.dirpath = os.fspath(dirpath)
         self.filename = filename
         self._fits = 0

@@ -91,7 +91,7 @@ class ModelPruning(Callback):
             isinstance(amount, bool) or amount < 0 or (isinstance(amount, float) and amount > 1)
         ):
             raise ConfigurationError(
-                f"ModelPruning(amount={amount!r}): give a share from 0.0 to 1.0, or a number of elements.",
+                f"ModelPruning(amount={amount!r}): use a fraction from 0.0 to 1.0, or a number of elements.",
             )
         if verbose not in (0, 1, 2):
             raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).")
@@ -279,8 +279,8 @@ class ModelPruning(Callback):
         for module, name in parameters_to_prune:
             if id(module) not in modules or not isinstance(module._parameters.get(name), nn.Parameter):
                 raise ConfigurationError(
-                    f"ModelPruning(parameters_to_prune=...): {type(module).__name__}.{name} is no parameter of "
-                    f"{type(task).__name__}. Give (module, name) of its own modules.",
+                    f"ModelPruning(parameters_to_prune=...): {type(module).__name__}.{name} is not a parameter of "
+                    f"{type(task).__name__}. Pass pairs (module, name) with modules of this task.",
                 )
         return list(parameters_to_prune)
 
@@ -326,21 +326,21 @@ def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None
     """
     if given not in _METHODS if isinstance(given, str) else not callable(given):
         raise ConfigurationError(
-            f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a pruning "
-            f"method of torch or a function.{nearest(str(given), _METHODS)}",
+            f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a torch pruning "
+            f"method, or a function.{nearest(str(given), _METHODS)}",
         )
     method = _METHODS[given] if isinstance(given, str) else given
     if is_global and getattr(method, "PRUNING_TYPE", None) != "unstructured":
         raise ConfigurationError(
             f"ModelPruning({given!r}): only an unstructured pruning method, which can choose among all "
-            "parameters, is supported with `use_global_unstructured=True`. Give use_global_unstructured=False.",
+            "parameters, is supported with `use_global_unstructured=True`. Set use_global_unstructured=False.",
         )
     if method in (prune.LnStructured, prune.RandomStructured) and dim is None:
-        raise ConfigurationError(f"ModelPruning({given!r}) prunes slices: pruning_dim should be provided.")
+        raise ConfigurationError(f"ModelPruning({given!r}): pruning_dim should be provided, such as pruning_dim=0.")
     if method is prune.LnStructured and norm is None:
         raise ConfigurationError(
-            "ModelPruning: requesting `ln_structured` pruning, the `pruning_norm` by which slices are ordered "
-            "should be provided, such as 2.",
+            "ModelPruning: when requesting `ln_structured` pruning, the `pruning_norm` that ranks the slices "
+            "should be provided, such as pruning_norm=2.",
         )
     return method
 

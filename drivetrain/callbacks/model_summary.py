@@ -217,7 +217,7 @@ class ModuleTable:
             try:
                 _call(self._model, given)
             except Exception as error:
-                logger.warning("The summary has no sizes: the model cannot run its example_input_array: %r.", error)
+                logger.warning("The summary shows no sizes: the model failed on its example_input_array: %r.", error)
             else:
                 self.has_run = True
             finally:
@@ -233,7 +233,7 @@ class ModuleTable:
 
 def check_depth(max_depth: Any) -> None:
     if not isinstance(max_depth, int) or max_depth < -1:
-        raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.")
+        raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): use 0 or more, or -1 for all modules.")
 
 
 def short(count: int) -> str:

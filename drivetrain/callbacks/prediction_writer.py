@@ -39,7 +39,7 @@ def check_format(name: str | None) -> str:
         return "parquet" if installed else "safetensors"
     if name not in FORMATS:
         raise ConfigurationError(
-            f"PredictionWriter(file_format={name!r}): give 'parquet' or 'safetensors'.{nearest(str(name), FORMATS)}",
+            f"PredictionWriter(file_format={name!r}): use 'parquet' or 'safetensors'.{nearest(str(name), FORMATS)}",
         )
     if name == "parquet" and not installed:
         raise ConfigurationError(
@@ -76,7 +76,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     # Interval "batch_and_epoch" writes every row twice, so read only one kind of file.
     parts = [_read(each) for each in whole or found]
     if not parts:
-        raise DataError(f"There are no predictions in {folder}. Give the directory that PredictionWriter wrote.")
+        raise DataError(f"There are no predictions in {folder}. Pass the directory that PredictionWriter wrote.")
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     order = torch.argsort(columns["index"])
     return {name: value[order] for name, value in columns.items()}

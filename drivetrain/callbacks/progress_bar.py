@@ -323,7 +323,7 @@ class TQDMProgressBar(Callback):
     ) -> None:
         for name, number in (("refresh_rate", refresh_rate), ("refresh_seconds", refresh_seconds)):
             if number < 0:
-                raise ConfigurationError(f"TQDMProgressBar({name}={number}): give 0 or more.")
+                raise ConfigurationError(f"TQDMProgressBar({name}={number}): {name} must be at least 0.")
         self.refresh_rate: float = refresh_rate
         self._batches_between = refresh_rate
         self.process_position = process_position

@@ -30,7 +30,7 @@ def require_rich(owner: str) -> None:
     Importing `rich.style` draws a random number, so the state of Python's random generator is restored.
     """
     if find_spec("rich") is None:
-        raise ConfigurationError(f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".')
+        raise ConfigurationError(f'{owner} needs rich, which is not installed. Run: pip install "drivetrain[rich]".')
     state = random.getstate()
     import_module("rich.style")
     random.setstate(state)

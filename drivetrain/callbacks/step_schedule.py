@@ -211,7 +211,7 @@ class StepLog:
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
         if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
-                f"Cannot use `{owner}` callback. The Trainer has no logger. Give it one, such as "
+                f"Cannot use `{owner}` callback. The Trainer has no logger. Set one, such as "
                 "Trainer(logger='csv'), or remove this callback.",
             )
         self._trainer = trainer
@@ -250,7 +250,7 @@ def checked_every(every: Any, owner: str) -> int | Duration | None:
         return None
     interval = interval_of(every, f"{owner}.every")
     if isinstance(interval, bool) or (isinstance(interval, int) and interval < 1):
-        raise ConfigurationError(f"{owner}(every={every!r}): give a whole number of steps, 1 or more.")
+        raise ConfigurationError(f"{owner}(every={every!r}): every must be at least 1 step.")
     return interval
 
 

@@ -86,7 +86,7 @@ class StragglerMonitor(Callback):
         if (isinstance(interval, int) and interval < 1) or measured_steps < 1 or threshold <= 1:
             raise ConfigurationError(
                 f"StragglerMonitor(every_n_steps={every_n_steps}, threshold={threshold}, "
-                f"measured_steps={measured_steps}): give at least one step, and a threshold above 1.",
+                f"measured_steps={measured_steps}): use at least one step, and a threshold above 1.",
             )
         self.every_n_steps, self.threshold = interval, threshold
         self.measured_steps = measured_steps if isinstance(interval, Duration) else min(measured_steps, interval)

@@ -178,7 +178,7 @@ class ThroughputMonitor(Callback):
         every: int | str | Duration | None = None,
     ) -> None:
         if window_size < 2:
-            raise ConfigurationError(f"ThroughputMonitor(window_size={window_size}): give at least 2 batches.")
+            raise ConfigurationError(f"ThroughputMonitor(window_size={window_size}): use at least 2 batches.")
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.available_flops = available_flops
         self.window_size, self.separator = window_size, separator

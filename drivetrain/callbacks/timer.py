@@ -54,7 +54,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in INTERVALS:
             raise ConfigurationError(
-                f"Timer(interval={interval!r}): Unsupported parameter value. Give 'step' or 'epoch'."
+                f"Timer(interval={interval!r}): Unsupported parameter value. Use 'step' or 'epoch'."
                 f"{nearest(str(interval), INTERVALS)}",
             )
         parsed = clock_time(duration, "duration", " Trainer(max_duration=) takes the other units.")
@@ -96,7 +96,7 @@ class Timer(Callback):
         """
         if stage not in STAGES:
             raise ConfigurationError(
-                f"Timer: there is no stage {stage!r}. Give one of {', '.join(map(repr, STAGES))}."
+                f"Timer: there is no stage {stage!r}. Use one of {', '.join(map(repr, STAGES))}."
                 f"{nearest(stage, STAGES)}",
             )
         started = self._started.get(stage)

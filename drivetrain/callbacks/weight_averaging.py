@@ -219,7 +219,7 @@ class WeightAveraging(Callback):
         multi_avg_fn: MultiAvgFn | None = None,
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
-            raise ConfigurationError(f"{type(self).__name__}(avg_fn=..., multi_avg_fn=...): give one of the two.")
+            raise ConfigurationError(f"{type(self).__name__}(avg_fn=..., multi_avg_fn=...): pass only one of these.")
         self.device, self.use_buffers = device, use_buffers
         self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
         self._average: AveragedTensors | None = None
@@ -372,14 +372,14 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | str | Duration | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): give a number from 0 to 1, such as 0.999.")
+            raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): use a number from 0 to 1, such as 0.999.")
         every, start, name = update_every_n_steps, update_starting_at_step, type(self).__name__
         every = interval_of(every, f"{name}.update_every_n_steps")
         if start is not None:
             start = interval_of(start, f"{name}.update_starting_at_step")
         if isinstance(every, int) and every < 1:
             raise ConfigurationError(
-                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): give a whole number from 1 on.",
+                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): use an integer of at least 1.",
             )
         super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self.decay = decay
@@ -525,11 +525,11 @@ class StochasticWeightAveraging(Callback):
                 )
         if annealing_strategy not in _ANNEALING:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(annealing_strategy={annealing_strategy!r}): give 'cos' or 'linear'."
+                f"StochasticWeightAveraging(annealing_strategy={annealing_strategy!r}): use 'cos' or 'linear'."
                 f"{nearest(str(annealing_strategy), _ANNEALING)}",
             )
         if annealing < 0:
-            raise ConfigurationError(f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.")
+            raise ConfigurationError(f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): use 0 or more.")
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.schedule = swa_epoch_start if isinstance(swa_epoch_start, Duration) else None
         self.annealing_epochs, self.annealing_strategy = annealing, annealing_strategy
@@ -610,7 +610,7 @@ class StochasticWeightAveraging(Callback):
         if trainer.max_epochs == 0 or (is_endless and isinstance(self.swa_epoch_start, float)):
             raise ConfigurationError(
                 "StochasticWeightAveraging averages the last epochs, but this run has no last epoch. Set "
-                "max_epochs, or give swa_epoch_start as a whole number.",
+                "max_epochs, or set swa_epoch_start to an integer.",
             )
         if not task.automatic_optimization:
             raise ConfigurationError(
@@ -631,7 +631,7 @@ class StochasticWeightAveraging(Callback):
         if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(swa_lrs=...) has {len(self.swa_lrs)} learning rates, but the optimizer has "
-                f"{groups} parameter group(s). Give one rate for each group, or one for all.",
+                f"{groups} parameter group(s). Pass one rate for each group, or one for all.",
             )
         self._average = AveragedTensors(
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
@@ -738,7 +738,7 @@ def _start_of(start: Any) -> int | float | Duration:
     whole = isinstance(start, int) and not isinstance(start, bool) and start >= 1
     if not whole and not (isinstance(start, float) and 0.0 <= start <= 1.0):
         raise ConfigurationError(
-            f"StochasticWeightAveraging(swa_epoch_start={start!r}): give a >0 integer or a float between 0 and 1: an "
-            "epoch from 1 on (60), a share of all epochs (0.8), or a duration ('1M samples').",
+            f"StochasticWeightAveraging(swa_epoch_start={start!r}): use a >0 integer or a float between 0 and 1: an "
+            "epoch (60) or a fraction of all epochs (0.8). A duration ('1M samples') is also allowed.",
         )
     return start  # type: ignore[no-any-return]

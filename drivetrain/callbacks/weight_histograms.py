@@ -63,7 +63,7 @@ class WeightHistograms(Callback):
         if (isinstance(interval, int) and interval < 1) or max_values < 1 or not (weights or gradients):
             raise ConfigurationError(
                 f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
-                f"max_values={max_values}): give at least one step and one value, and enable weights or gradients.",
+                f"max_values={max_values}): use at least one step and one value, and enable weights or gradients.",
             )
         self.every_n_steps, self.max_values = interval, max_values
         self._interval: StepInterval | None = None

@@ -121,11 +121,11 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
         if verify and not _is_whole(one, storage):
             continue
         if not one.finite_loss:
-            logger.warning(f"{one.path} was saved after a loss that was not finite, and there is no other whole one.")
+            logger.warning(f"{one.path} was saved after a non-finite loss, but no other complete checkpoint exists.")
         elif not found[0].finite_loss and _age(found[0]) < _age(one):
             logger.warning(
-                f"Passing over {found[0].path}: it was saved after a loss that was not finite. Resuming from "
-                f"{one.path}; name the other one to resume from it all the same."
+                f"{found[0].path} is skipped, because it was saved after a non-finite loss. The run resumes from "
+                f"{one.path}. To use the skipped checkpoint, pass its path."
             )
         return one.path
     return None
@@ -157,7 +157,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
         else:
             Checkpoint(one.path, storage=storage).verify()
     except CheckpointError as error:
-        logger.warning(f"Passing over {one.path}: {error}")
+        logger.warning(f"The checkpoint {one.path} is skipped: {error}")
         return False
     return True
 

@@ -173,7 +173,7 @@ def consolidate_shards(
     shards = TorchShards(directory)
     keys = {bare_name(name): key for key, name in shards.names_below("model").items()}
     if not keys:
-        raise CheckpointError(f"{shards.directory} holds no model. Its names begin with 'model.' in one that does.")
+        raise CheckpointError(f"{shards.directory} contains no model: no tensor name begins with 'model.'.")
     target = parse_dtype(dtype)
     sources: list[Source] = []
     for name, key in weights_below(keys, module, os.fspath(directory)).items():
@@ -228,7 +228,7 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
     if not found:
         holders = sorted({name.split(".")[0] for name in weights if "." in name})
         raise CheckpointError(
-            f"{source} holds no weights of a module {module!r}. Its outermost modules: {', '.join(holders) or 'none'}."
+            f"{source} contains no weights of a module {module!r}. Top-level modules: {', '.join(holders) or 'none'}."
             f"{nearest(module, holders)}"
         )
     return found
@@ -238,10 +238,10 @@ def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, st
     """Return the keys under which a checkpoint stores a model's tensors, by their names in the model."""
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
-        raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
+        raise CheckpointError(f"{checkpoint.directory} contains no model, because it is not the state of a run.")
     if not models or (model is None and len(models) != 1) or (model or 0) >= len(models):
         raise CheckpointError(
-            f"{checkpoint.directory} holds {len(models)} models; say which one is meant, from 0: model=0, or --model 0."
+            f"{checkpoint.directory} contains {len(models)} models. Choose one by index, as in model=0 or --model 0."
         )
     state = models[model or 0]
     found = {
@@ -250,14 +250,14 @@ def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, st
         if isinstance(value, dict) and "__tensor__" in value
     }
     if not found:
-        raise CheckpointError(f"{checkpoint.directory} holds a model without weights.")
+        raise CheckpointError(f"{checkpoint.directory} contains a model without weights.")
     return found
 
 
 def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
     described = checkpoint.tensors.tensors()
     if key not in described:
-        raise CheckpointError(f"{checkpoint.directory} is damaged: its index does not have the tensor {key}.")
+        raise CheckpointError(f"{checkpoint.directory} is damaged: its index does not list the tensor {key}.")
     for chunk in described[key].chunks:
         yield checkpoint.tensors.place_of(key, chunk.offsets)
 
@@ -309,7 +309,7 @@ def write_safetensors(
     directory = os.path.abspath(os.fspath(output))
     if os.path.isdir(directory) and os.listdir(directory) and not overwrite:
         raise CheckpointError(
-            f"{directory} is not empty. Name another directory, or say overwrite=True (--overwrite) to write into it."
+            f"{directory} is not empty. Name another directory, or set overwrite=True (--overwrite) to write into it."
         )
     shards = named_shards(listed, [entry.nbytes for entry, _ in listed], limit, "model.safetensors")
     total = sum(entry.nbytes for entry, _ in listed)
@@ -332,9 +332,7 @@ def write_safetensors(
             if _OURS.match(name) and name not in written:  # from an earlier export; it would be read with the new files
                 os.unlink(os.path.join(directory, name))
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or directory} could not be written: {error.strerror or error}."
-        ) from error
+        raise CheckpointError(f"Cannot write {error.filename or directory}: {error.strerror or error}.") from error
     finally:
         for path in written.values():
             if os.path.exists(path):
@@ -384,7 +382,7 @@ def shard_limit(max_shard_size: int | str) -> int:
     """Return a maximum file size in bytes, given as a number or as text such as `"5GB"`."""
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
-        raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
+        raise ConfigurationError(f"max_shard_size={max_shard_size!r}: the size of a file must be positive.")
     return limit
 
 
@@ -654,7 +652,7 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
     for name, file in parts.items():
         if name not in opened[file]:
-            raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
+            raise CheckpointError(f"{path} lists {name} in {file}, but this file does not contain {name}.")
     # Weights that the index does not list are included; all others come from the file that it names.
     every = {name: each for each in opened.values() for name in each}
     return JoinedWeights(every | {name: opened[file] for name, file in parts.items()}, path)
@@ -666,7 +664,7 @@ def _open_file(storage: Storage, path: str) -> Weights:
         return FileWeights(MappedFile(path)) if is_local else RemoteWeights(storage, path)
     weights = read_pickled(path, mapped=True) if is_local else read_pickled(path, data=io.BytesIO(storage.read(path)))
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise CheckpointError(f"{path} holds no weights: expected a dict of tensors.")
+        raise CheckpointError(f"{path} contains no weights. Pass a file with a dict of tensors.")
     return HeldWeights(weights, path)
 
 
@@ -684,9 +682,9 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
     except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of weights: it has no weight_map.") from error
+        raise CheckpointError(f"{path} is not an index of weights: it has no weight_map.") from error
     if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
-        raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
+        raise CheckpointError(f"{path} is not an index of weights: its weight_map does not map names to files.")
     for file in parts.values():
         # Plain names only, so that an index cannot make the reader open other files.
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
@@ -712,7 +710,7 @@ def _choose(names: list[str], directory: str) -> str:
     if MANIFEST in names:  # a damaged checkpoint: opening it raises an error
         return MANIFEST
     raise CheckpointError(
-        f"There are no weights in {directory}: expected {SAFE} or {TORCH}, or parts of one with its {_INDEX_NAME[1:]}."
+        f"There are no weights in {directory}. Expected {SAFE}, {TORCH}, or shards of either with an {_INDEX_NAME[1:]}."
     )
 
 
@@ -795,7 +793,7 @@ def load_over_processes(
     """
     if broadcast and not dist.is_initialized():
         raise ConfigurationError(
-            "broadcast_from_rank0=True needs a process group. Build an Accelerator first, or leave it out.",
+            "broadcast_from_rank0=True needs a process group. Build an Accelerator first, or omit it.",
         )
 
     def dtype_of(name: str, old: torch.dtype | None) -> torch.dtype | None:
@@ -819,4 +817,4 @@ def load_over_processes(
         set_model_state_dict(model, weights, options=options)
     except RuntimeError as error:
         where = "The weights given" if isinstance(source, Mapping) else os.fspath(source)
-        raise CheckpointError(f"{where} does not fit {type(model).__name__}: {error}") from error
+        raise CheckpointError(f"{where} cannot be loaded into {type(model).__name__}: {error}") from error

@@ -141,7 +141,7 @@ class CheckpointFormat:
             CheckpointError: The checkpoint cannot be written.
             ConfigurationError: The format does not support saving, or not with these options.
         """
-        raise ConfigurationError(f"save_checkpoint(format={self.name!r}): it is only read.")
+        raise ConfigurationError(f"save_checkpoint(format={self.name!r}): this format can only be read, not written.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
         """Return the content of a checkpoint that only this object can read. None to use the standard reader.
@@ -195,12 +195,12 @@ def find_format(name: str) -> CheckpointFormat:
     """
     if name not in _FORMATS:
         raise ConfigurationError(
-            f"save_checkpoint(format={name!r}): give 'drivetrain', {', '.join(map(repr, _FORMATS))}, or leave it out."
+            f"save_checkpoint(format={name!r}): use 'drivetrain', {', '.join(map(repr, _FORMATS))}, or omit format."
         )
     module, _, attribute = _FORMATS[name].partition(":")
     if not _is_there(module):
         raise ConfigurationError(
-            f"The checkpoint format {name!r}: {module} is not a part of this installation. Install drivetrain again.",
+            f"The checkpoint format {name!r} needs {module}, which is not installed. Install drivetrain again.",
         )
     made: CheckpointFormat = getattr(import_module(module), attribute)()
     return made
@@ -255,9 +255,9 @@ def read_foreign(
     missing = [name for name in _FORMATS if not has_format(name)]
     if missing and (place is None or os.path.exists(place)):
         raise CheckpointError(
-            f"{place or 'The checkpoint'} is no checkpoint of drivetrain, which is a directory "
-            f"with a MANIFEST.json. The formats {', '.join(missing)} are not a part of this installation. Install "
-            "drivetrain again to read those."
+            f"{place or 'The checkpoint'} is not a drivetrain checkpoint, which is a directory with a MANIFEST.json. "
+            f"The formats {', '.join(missing)} are missing from this installation. Install drivetrain again to read "
+            "checkpoints in these formats."
         )
     return None
 
@@ -312,7 +312,7 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
         check_is_checkpoint(storage, path, "is not removed")
         storage.remove(path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be removed: {error}.") from error
+        raise CheckpointError(f"Cannot remove the checkpoint {path}: {error}.") from error
 
 
 # Keys of callbacks' states, which other tools spell differently

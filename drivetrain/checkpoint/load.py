@@ -74,7 +74,7 @@ class Checkpoint:
         storage: Storage | None = None,
     ) -> None:
         if verify not in ("hash", "size"):
-            raise CheckpointError(f"verify={verify!r}: give 'hash' or 'size'.")
+            raise CheckpointError(f"verify={verify!r} is not valid. Use 'hash' or 'size'.")
         found, self.directory = storage_of(directory)
         self._storage = storage or found
         self._hashes = verify == "hash"
@@ -118,8 +118,8 @@ class Checkpoint:
         report = self._compare(packed, targets, into or {})
         if strict and not report.fits:
             raise CheckpointError(
-                f"{self.directory} holds the state of another model: {report}. Build the model as in the run that "
-                "wrote it, or load with strict=False."
+                f"{self.directory} contains the state of a different model: {report}. Build the same model as in the "
+                "run that wrote the checkpoint, or load with strict=False."
             )
         tree = self._tree(packed, targets, SHARED_FILE)
         for key, target in tied:
@@ -156,7 +156,7 @@ class Checkpoint:
         for key in keys:
             if key not in described:
                 raise DamagedCheckpointError(
-                    f"{self.tensors.path_of(name)} is damaged: {INDEX} does not have its tensor {key}."
+                    f"{self.tensors.path_of(name)} is damaged: {INDEX} does not list the tensor {key}."
                 )
         return keys
 
@@ -222,7 +222,7 @@ class Checkpoint:
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
     """Check that the parsed content of a JSON file is a dict, and return it. `path` appears in the error message."""
     if type(tree) is not dict or is_tagged(tree):
-        raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
+        raise DamagedCheckpointError(f"{path} is damaged: it is not a JSON object with named entries.")
     return tree
 
 

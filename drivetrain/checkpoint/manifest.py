@@ -68,8 +68,8 @@ class Manifest:
                 raise DamagedCheckpointError(f"{where} is damaged: its content does not match its checksum.")
             if version not in _READERS:
                 raise CheckpointError(
-                    f"{where} says version {version!r} of the format; this drivetrain reads versions up to {VERSION}. "
-                    "Install the version of drivetrain that wrote it, or a later one."
+                    f"{where} has format version {version!r}, but this drivetrain reads versions up to {VERSION}. "
+                    "Install the drivetrain version that wrote the checkpoint, or a later version."
                 )
             return _READERS[version](content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -82,16 +82,16 @@ def _read_version_1(content: dict[str, Any]) -> Manifest:
     for name, digest in files.items():
         # A name must not lead to files outside of the checkpoint.
         if not _is_inside(name):
-            raise ValueError(f"it lists {name!r}, which is no name of a file within the checkpoint")
+            raise ValueError(f"it lists {name!r}, which is not the name of a file in the checkpoint")
         if not (_is_count(digest.size) and isinstance(digest.sha256, str) and _SHA256.fullmatch(digest.sha256)):
-            raise ValueError(f"{name} has no size and SHA-256 there")
+            raise ValueError(f"it lists {name} without a valid size and SHA-256")
     world_size, step, saved_at, data = (content[key] for key in ("world_size", "step", "saved_at", "data"))
     if data != "" and not (isinstance(data, str) and _DATA.fullmatch(data)):
-        raise ValueError(f"it names {data!r} as the folder of its files")
+        raise ValueError(f"it has the invalid folder name {data!r}")
     fits = _is_count(world_size) and world_size > 0 and (step is None or _is_count(step))
     if not fits or not (_is_count(saved_at) or (type(saved_at) is float and math.isfinite(saved_at))):
         raise ValueError(
-            f"world_size={world_size!r} must be positive, step={step!r} a count, and saved_at={saved_at!r} a time"
+            f"at least one of world_size={world_size!r}, step={step!r} and saved_at={saved_at!r} is not valid"
         )
     return Manifest(files, world_size, step, saved_at, data, content.get("finite_loss", True) is True, version=1)
 
@@ -120,12 +120,12 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
     found = storage.sizes(directory)
     try:
         if found.get(MANIFEST) == NO_FILE:
-            raise DamagedCheckpointError(f"{path} is a link or a device, and no checkpoint holds such.")
+            raise DamagedCheckpointError(f"{path} is a link or a device, but it must be a regular file.")
         raw = storage.read(path)
     except FileNotFoundError:
         what = "there is no such directory" if not storage.is_directory(directory) else f"{MANIFEST} is missing"
         raise DamagedCheckpointError(
-            f"There is no complete checkpoint at {directory}: {what}. Give the directory that save_state or "
+            f"There is no complete checkpoint at {directory}: {what}. Pass the directory that save_state or "
             "ModelCheckpoint wrote."
         ) from None
     except OSError as error:
@@ -140,8 +140,8 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
     for name in sorted(found):
         if found[name] == NO_FILE:
             raise DamagedCheckpointError(
-                f"{storage.join(directory, name)} is a link or a device, and no checkpoint holds such. Put the file "
-                "that it leads to there, or remove it."
+                f"{storage.join(directory, name)} is a link or a device, but a checkpoint contains only regular files. "
+                "Replace the link with the file that it points to, or remove the link."
             )
     for name, digest in listed.items():
         path = storage.join(directory, name)
@@ -174,7 +174,7 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
     """Raise a `CheckpointError` if a directory contains no drivetrain manifest."""
     if not has_manifest(storage, directory):
-        raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
+        raise CheckpointError(f"{directory} {what}: it is not a checkpoint, because it has no drivetrain {MANIFEST}.")
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
@@ -251,7 +251,7 @@ class Places(NamedTuple):
         value: Any = states
         if kind == "models" and self.one_model:
             if len(states) != 1:
-                raise CheckpointError(f"The checkpoint holds 1 models, but here are {len(states)}.")
+                raise CheckpointError(f"The checkpoint contains 1 model, but the run has {len(states)} models.")
             value = states[0]
         return {head: {rest: value} if rest else value}
 

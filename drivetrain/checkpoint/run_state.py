@@ -157,7 +157,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
     def without_values(key: str) -> torch.Tensor:
         if key not in described:
-            raise DamagedCheckpointError(f"{path} is damaged: {INDEX} does not have its tensor {key}.")
+            raise DamagedCheckpointError(f"{path} is damaged: {INDEX} does not list the tensor {key}.")
         one = described[key]
         return torch.empty(one.size, dtype=one.properties.dtype, device="meta")
 
@@ -237,8 +237,8 @@ def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[
     found = read_foreign(source)
     if found is None:
         raise CheckpointError(
-            f"{os.fspath(source)} is no checkpoint of another tool that can be converted. Give the directory of a "
-            "save_state with its random states, or a .ckpt file."
+            f"{os.fspath(source)} is not a checkpoint that can be converted. Pass a directory that Accelerate's "
+            "save_state wrote, with its random states, or a Lightning .ckpt file."
         )
     if Path(output).exists():
         raise ConfigurationError(f"{os.fspath(output)} is there already. Name a new directory, or remove it.")

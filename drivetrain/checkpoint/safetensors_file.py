@@ -26,7 +26,7 @@ _AHEAD = 128 << 10
 
 def _whole(raw: Entry, size: int, where: str) -> Placed:
     if raw.nbytes > size:
-        raise CheckpointError(f"{where} is truncated: {raw.name} takes {raw.nbytes} bytes, and it has {size}.")
+        raise CheckpointError(f"{where} is truncated: {raw.name} needs {raw.nbytes} bytes, but the file has {size}.")
     return Placed(raw, 0)
 
 
@@ -70,11 +70,11 @@ class MappedFile:
         try:
             found = os.stat(self.path)
             same = (found.st_size, found.st_mtime_ns, found.st_ino) == self._opened
-            what = f"has changed: it had {self._opened[0]} bytes, and has {found.st_size} of another time now"
+            what = f"has changed (it had {self._opened[0]} bytes, and was now written again with {found.st_size})"
         except OSError as error:
             same, what = False, f"cannot be read any more ({error.strerror or error})"
         if not same:
-            raise CheckpointError(f"{self.path} {what}, while a model runs from it. Load the model again.")
+            raise CheckpointError(f"{self.path} {what} while a model uses this file. Load the model again.")
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor that uses the mapped file's memory, or a copy if its address is not aligned."""
@@ -105,7 +105,7 @@ class MappedFile:
                 while len(target):
                     count = file.readinto(target)
                     if not count:
-                        raise CheckpointError(f"{self.path} ends within {name}. It was truncated while it was read.")
+                        raise CheckpointError(f"{self.path} ends within {name}: it was truncated during the read.")
                     target = target[count:]
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error

@@ -101,13 +101,13 @@ class Save:
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
             raise CheckpointError(
-                f"{self.directory}: hooks that write files of their own need a local checkpoint directory."
+                f"Hooks that write their own files need a local checkpoint directory, not {self.directory}."
             )
         if self._peers.is_main:
             check_replaceable(self._storage, self.directory)
         for what, tree in (("shared", shared), ("own", own)):
             if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-                raise CheckpointError(f"The {what} state to save is no dict with text as keys; give it as one.")
+                raise CheckpointError(f"The {what} state to save must be a dict with strings as keys.")
         driver = shared.get("driver")
         entries = (shared, driver if isinstance(driver, dict) else {})
         self._finite_loss = not any(each.get(LOSS_IS_FINITE) is False for each in entries)
@@ -210,13 +210,13 @@ class Save:
             # Files of hooks are not in `files` yet.
             for name in found.keys() - files:
                 if found[name] == NO_FILE:
-                    raise CheckpointError(f"A hook wrote {name} as a link or a device; a checkpoint holds files only.")
+                    raise CheckpointError(f"A hook wrote {name} as a link or a device. Write a regular file instead.")
                 files[name] = storage.settle(os.path.join(place, name))
         for name, digest in sorted(files.items()):
             if found.get(name) != digest.size:  # better here than at the next start
                 raise CheckpointError(
-                    f"{place}/{name} was written by another process and is not seen from here; all "
-                    "machines must write to one file system"
+                    f"{place}/{name} was written by another process, but is not visible here. All "
+                    "machines must write to one shared file system."
                 )
         manifest = Manifest(files, self._peers.size, self._step, time.time(), self._data, self._finite_loss)
         storage.publish(place, self.directory, self._token, manifest.to_bytes())
@@ -289,7 +289,7 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
     def make() -> str:
         storage, path = storage_of(directory)
         if not isinstance(storage, LocalStorage):
-            raise CheckpointError(f"{path}: hooks that write files of their own need a local checkpoint directory.")
+            raise CheckpointError(f"Hooks that write their own files need a local checkpoint directory, not {path}.")
         place, _ = storage.place_for(path, uuid.uuid4().hex[:12])
         try:
             storage.begin(place, ())
@@ -344,7 +344,7 @@ class PendingSave:
             TimeoutError: The save is still running after `timeout` seconds.
         """
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self.directory} is still being written after {timeout} s.")
+            raise TimeoutError(f"{self.directory} is still being written after {timeout} s. Use a longer timeout.")
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
@@ -512,7 +512,7 @@ class SaveQueue:
         """Log the error of a failed background save when the interpreter exits, if it was not reported before."""
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
-            logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
+            logger.error(f"A checkpoint was not saved: {self.failed._error}", main_process_only=False)
 
 
 def _report(reference: weakref.ref[SaveQueue]) -> None:

@@ -84,25 +84,25 @@ class TensorIndex:
             raise self._damaged(key, "is not described")
         dtype = _STORED.get(one["dtype"]) if isinstance(one.get("dtype"), str) else None
         if dtype is None:
-            raise self._damaged(key, f"has the dtype {one.get('dtype')!r}, which no tensor of a checkpoint has")
+            raise self._damaged(key, f"has the dtype {one.get('dtype')!r}, which is not supported")
         size = self._numbers(key, one.get("size"), "size")
         # A damaged size must not overflow torch's 64-bit sizes.
         if math.prod(max(1, length) for length in size) * dtype.itemsize > _LONGEST:
-            raise self._damaged(key, f"has the size {size}, which no tensor has")
+            raise self._damaged(key, f"has the size {size}, which is too large")
         chunks = [self._chunk(key, dtype, size, chunk) for chunk in one["chunks"]]
         filled = [chunk for chunk in chunks if chunk.sizes.numel()]
         # Parts that do not overlap and together have all values cover the tensor exactly.
         pair = _overlapping(filled)
         if pair is not None:
-            raise self._damaged(key, f"has two parts for one place, at {_at(pair[0])} and {_at(pair[1])}")
+            raise self._damaged(key, f"has two overlapping parts, at {_at(pair[0])} and {_at(pair[1])}")
         covered = sum(chunk.sizes.numel() for chunk in filled)
         if covered != math.prod(size):
-            raise self._damaged(key, f"has {math.prod(size)} values, of which its parts hold only {covered}")
+            raise self._damaged(key, f"has {math.prod(size)} values, but its parts contain only {covered}")
         return TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), chunks)
 
     def _chunk(self, key: str, dtype: torch.dtype, size: list[int], chunk: Any) -> ChunkStorageMetadata:
         if not isinstance(chunk, dict):
-            raise self._damaged(key, "has a part that is not described")
+            raise self._damaged(key, "has a part without a description")
         offsets = self._numbers(key, chunk.get("offsets"), "offsets")
         sizes = self._numbers(key, chunk.get("sizes"), "sizes")
         file = chunk.get("file")
@@ -111,10 +111,10 @@ class TensorIndex:
             offset + length <= whole for offset, length, whole in zip(offsets, sizes, size, strict=True)
         )
         if not inside:
-            raise self._damaged(key, f"has a part of {sizes} at {offsets}, but is {size} in all")
+            raise self._damaged(key, f"has a part of size {sizes} at {offsets}, which does not fit its size {size}")
         listed = self._manifest.files.get(file) if isinstance(file, str) else None
         if listed is None or start + nbytes > listed.size or math.prod(sizes) * dtype.itemsize != nbytes:
-            raise self._damaged(key, f"cannot lie where it is said to, in {file}")
+            raise self._damaged(key, f"has an invalid position or length in the file {file}")
         part = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         index = MetadataIndex(key, part.offsets)
         if nbytes or index not in self._parts:  # an empty part may have the offsets of another part
@@ -124,7 +124,7 @@ class TensorIndex:
     def _numbers(self, key: str, values: Any, what: str) -> list[int]:
         fits = isinstance(values, list) and all(type(value) is int and 0 <= value <= _LONGEST for value in values)
         if not fits:
-            raise self._damaged(key, f"has the {what} {values!r}, which are not numbers of 0 or more")
+            raise self._damaged(key, f"has the {what} {values!r}, but only non-negative integers are allowed")
         return list(values)
 
     def _check_files(self) -> None:
@@ -139,7 +139,7 @@ class TensorIndex:
                 continue
             end, before = ends.get(place.file, (0, ""))
             if place.start < end:
-                raise self._damaged(part.entry.name, f"lies where {before} does, in {place.file}")
+                raise self._damaged(part.entry.name, f"overlaps {before} in {place.file}")
             ends[place.file] = (place.start + place.nbytes, part.entry.name)
 
     def _damaged(self, key: str, what: str) -> DamagedCheckpointError:
@@ -157,8 +157,8 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
         said = entries.get(name) if isinstance(entries, dict) else None
         if said != part.entry.described(part.place.start - length):
             raise DamagedCheckpointError(
-                f"{path} is damaged: its header does not have {name} where it lies by the index, with that "
-                "dtype and shape."
+                f"{path} is damaged: its header does not list {name} with the position, dtype and shape that the "
+                "index lists."
             )
 
 
@@ -344,7 +344,7 @@ class SafetensorsReader(StorageReader):
             stream.read(0, memoryview(start))
         length = int.from_bytes(start, "little")
         if not 0 < length <= size - _HEADER_START:
-            raise DamagedCheckpointError(f"{path} is damaged: it does not begin with a header.")
+            raise DamagedCheckpointError(f"{path} is damaged: it does not begin with a valid header.")
         header = bytearray(length)
         stream.read(_HEADER_START, memoryview(header))
         check_header(bytes(header), _HEADER_START + length, parts, path)

@@ -377,8 +377,8 @@ class FsspecStorage(Storage):
             self._system = fsspec.filesystem(protocol)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{url}: paths of {protocol}:// cannot be used ({error}). Install `drivetrain[remote]` and the package "
-                "that fsspec names for it, or give a local path."
+                f"Cannot use {url}, because {protocol}:// is not available ({error}). Install `drivetrain[remote]` and "
+                "the package that fsspec needs for this protocol, or use a local path."
             ) from error
 
     def sizes(self, directory: str) -> dict[str, int]:
@@ -538,7 +538,7 @@ def clean_stale(root: str) -> list[str]:
         try:
             if match["what"] == "replaced" and not os.path.lexists(final):
                 os.rename(path, final)
-                logger.warning(f"{final}: a run ended while it replaced this checkpoint. The one before it is back.")
+                logger.warning(f"A run ended while it replaced {final}. The previous checkpoint is restored.")
             else:
                 LocalStorage().discard(path)
         except OSError:

@@ -39,7 +39,7 @@ def read_pickled(
             return torch.load(path if data is None else data, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{os.fspath(path)} holds more than tensors and plain values, which is not read since that could run code: "
+            f"{os.fspath(path)} contains objects that are not tensors or plain values. Loading these could run code: "
             f"{str(error).splitlines()[0]}"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
@@ -166,13 +166,13 @@ class TorchShards:
         for chunk in described.chunks:
             part = self._read(name, tuple(chunk.offsets))
             if not isinstance(part, Tensor) or part.shape != chunk.sizes:
-                raise CheckpointError(f"{self.directory} holds no part of {name} of shape {tuple(chunk.sizes)}.")
+                raise CheckpointError(f"{self.directory} contains no part of {name} of shape {tuple(chunk.sizes)}.")
             ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             whole[tuple(map(slice, chunk.offsets, ends))].copy_(part.detach())
             filled += part.numel()
         # Otherwise missing parts would leave uninitialized memory in the tensor.
         if filled != whole.numel():
-            raise CheckpointError(f"{self.directory} holds {filled} of the {whole.numel()} elements of {name}.")
+            raise CheckpointError(f"{self.directory} has only {filled} of the {whole.numel()} elements of {name}.")
         return whole
 
     def whole(self) -> dict[str, Any]:
@@ -191,11 +191,11 @@ class TorchShards:
         """Read one stored entry of the checkpoint: the shard of a tensor at `offsets`, or a value of another type."""
         place = self._places.get(name, {}).get(offsets)
         if place is None:
-            raise CheckpointError(f"{self.directory} does not say where {name} is.")
+            raise CheckpointError(f"The metadata in {self.directory} lists no position of {name}.")
         path = self.directory / str(place.relative_path)
         # A path in the metadata must not lead out of the folder.
         if path.parent != self.directory or getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"{self.directory} keeps {name} in a form that is not read here.")
+            raise CheckpointError(f"{self.directory} stores {name} in an unsupported form.")
         try:
             with path.open("rb") as file:
                 file.seek(place.offset)
@@ -227,13 +227,13 @@ def _read_metadata(path: Path) -> Any:
             found = _Records(file).load()
     except _UnknownRecord as error:
         raise CheckpointError(
-            f"{path} holds more than torch's description of a checkpoint, which is not read since that could run code: "
+            f"{path} contains objects that do not belong to torch's checkpoint metadata. Loading these could run code: "
             f"{error}"
         ) from error
     except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, records.Metadata):
-        raise CheckpointError(f"{path} is no description of a checkpoint by torch.distributed.checkpoint.")
+        raise CheckpointError(f"{path} is not a metadata file of torch.distributed.checkpoint.")
     return found
 
 
@@ -275,7 +275,7 @@ def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str,
             "param_groups": [{**group, "params": list(map(key, group["params"]))} for group in state["param_groups"]],
         }
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{os.fspath(source)} is not the state of an optimizer.") from error
+        raise CheckpointError(f"{os.fspath(source)} does not contain the state of an optimizer.") from error
 
 
 def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,8 +305,8 @@ def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict
     positions = [position for group in saved["param_groups"] for position in group["params"]]
     if len(names) != len(positions):
         raise CheckpointError(
-            f"The checkpoint holds an optimizer over {len(positions)} parameters, but here it is over {len(names)}. "
-            "Build it as in the run that wrote it."
+            f"The optimizer has {len(positions)} parameters in the checkpoint, but {len(names)} here. Build the "
+            "optimizer as in the run that wrote the checkpoint."
         )
     named = dict(zip(positions, names, strict=True))
     return {

@@ -69,9 +69,7 @@ def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The s
     except RecursionError:
         raise DamagedCheckpointError(f"{source} is damaged: it is nested too deeply.") from None
     except _NotWritten as error:
-        raise DamagedCheckpointError(
-            f"{source} is damaged: {error}, which is not what a checkpoint writes there."
-        ) from error
+        raise DamagedCheckpointError(f"{source} is damaged: {error}, which is not a valid entry.") from error
 
 
 def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
@@ -100,7 +98,7 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
             return _LISTED[word](_unpacked(item, tensor_of) for item in _list(content))
         return _WRITTEN[word](content)
     except (TypeError, ValueError, KeyError) as error:  # such as a list as a key, or a dtype that torch has not
-        raise _NotWritten(f"it holds {{{word!r}: {_shown(content)}}}") from error
+        raise _NotWritten(f"it contains {{{word!r}: {_shown(content)}}}") from error
 
 
 class _NotWritten(Exception):
@@ -290,8 +288,8 @@ class _Packer:
             return {"__path__": str(value)}
         raise CheckpointError(
             f"{path or 'The state'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-            "cannot hold: it takes tensors, arrays, numbers, text, bytes, None, and lists, tuples, sets and dicts of "
-            "them. Save those in its place, as an object's state_dict() returns them."
+            "cannot hold. Save tensors, arrays, numbers, text, bytes, None, or lists, tuples, sets and dicts of these "
+            "in its place, such as the object's state_dict()."
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
@@ -299,7 +297,7 @@ class _Packer:
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
-                f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts."
+                f"{path} is a {what} tensor, but a checkpoint stores only dense tensors. Save its dense parts."
             )
         identity: tuple[Any, ...] | None = None
         if tensor.is_meta:  # held by another process; without an address, tied weights are recognized as one object
@@ -333,8 +331,8 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except TypeError:
         raise CheckpointError(
-            f"{path} is a NumPy array of dtype {array.dtype}, which no tensor has; a checkpoint holds arrays of "
-            "numbers and booleans."
+            f"{path} is a NumPy array of dtype {array.dtype}, but a checkpoint stores only arrays of numbers and "
+            "booleans."
         ) from None
 
 
@@ -450,7 +448,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name in a safetensors header, such as `"F32"`. Raise `ValueError` if unknown."""
     found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
     if found is None:
-        raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
+        raise ValueError(f"{name!r} is not a known dtype; the known dtypes are {', '.join(_NAMES.values())}")
     return getattr(torch, found)  # type: ignore[no-any-return]
 
 
@@ -527,12 +525,12 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
     for one in placed:
         if one.start != reached:
             raise CheckpointError(
-                f"{where} is damaged: {one.entry.name} does not begin where the tensor before it ends."
+                f"{where} is damaged: {one.entry.name} does not begin where the previous tensor ends."
             )
         reached = one.end
     if reached != size:
         problem = "is truncated" if size < reached else "is damaged"
-        raise CheckpointError(f"{where} {problem}: its header describes {reached} bytes, and it has {size}.")
+        raise CheckpointError(f"{where} {problem}: its header describes {reached} bytes, but the file has {size}.")
     return {one.entry.name: one for one in placed}, {str(key): str(value) for key, value in metadata.items()}
 
 
@@ -541,7 +539,7 @@ def header_length(head: bytes, size: int, where: str) -> int:
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
     # The limit keeps a damaged length from allocating a huge amount of memory.
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
-        raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
+        raise CheckpointError(f"{where} cannot be read: it does not begin with a safetensors header.")
     return length
 
 
@@ -550,8 +548,10 @@ def _placed(name: str, described: Mapping[str, Any], begin: int) -> Placed:
     shape = tuple(described["shape"])
     start, end = described["data_offsets"]
     if not all(type(count) is int and count >= 0 for count in (*shape, start, end)):
-        raise ValueError(f"{name} has the shape {list(shape)} and lies at {[start, end]}")
+        raise ValueError(f"{name} has the invalid shape {list(shape)} or offsets {[start, end]}")
     entry = Entry(name, dtype, shape)
     if end - start != entry.nbytes:
-        raise ValueError(f"{name} takes {entry.nbytes} bytes by its dtype and shape, but {end - start} by its place")
+        raise ValueError(
+            f"{name} needs {entry.nbytes} bytes for its dtype and shape, but its offsets span {end - start}"
+        )
     return Placed(entry, begin + start)

@@ -175,8 +175,8 @@ class ActiveLoaders:
             # A loader that advanced after the latest one began is not an outer loop: the two alternate.
             if other != padding and advanced > latest_entered:
                 raise DataError(
-                    f"Two loaders that are iterated in turn both gave a batch of {rows} rows, one with {padding} rows "
-                    f"of padding and one with {other}, so it is not known which of them this tensor comes from. "
+                    f"Two loaders that are iterated alternately returned batches of {rows} rows, one with {padding} "
+                    f"rows of padding and one with {other}. It is unknown which loader this tensor comes from. "
                     "Pass the loader, as in gather_for_metrics(tensor, loader=loader)."
                 )
         return padding

@@ -51,7 +51,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
-                f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
+                f"Unsupported mode {mode!r}. Use one of {', '.join(MODES)}.{nearest(str(mode), MODES)}"
             )
         self.iterables = iterables
         self.mode = mode
@@ -256,7 +256,7 @@ class CombinedLoader:
         """
         if len(state["loaders"]) != len(self.loaders):
             raise CheckpointError(
-                f"The state is that of {len(state['loaders'])} combined loaders, but there are {len(self.loaders)}."
+                f"The state has {len(state['loaders'])} combined loaders, but this loader has {len(self.loaders)}."
             )
         self._index, self._ended = int(state["index"]), [bool(ended) for ended in state["ended"]]
         self._resumes = self._index > 0

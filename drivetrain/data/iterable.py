@@ -436,8 +436,8 @@ class _LoaderStates:
         state = copy.deepcopy(self._loader.state_dict())
         if not _is_plain(state):
             logger.warning_once(
-                "The state_dict of a %s holds objects other than numbers, text, tensors and lists and dicts of them, "
-                "so it is not saved. A resumed run will read the epoch's batches again up to the position.",
+                "The state_dict of a %s is not saved, because it contains more than numbers, text, tensors, lists and "
+                "dicts. A resumed run will read the epoch's earlier batches again.",
                 type(self._loader).__name__,
             )
             return None
@@ -472,9 +472,9 @@ class _LoaderStates:
             return None
         if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
             raise CheckpointError(
-                f"This position within an epoch is that of a {type(self._loader).__name__} with num_workers={before}, "
-                f"which shuffles differently with num_workers={self._workers}, so the epoch cannot be continued. "
-                f"Resume with num_workers={before}; between two epochs the number may change from or to 0."
+                f"This checkpoint within an epoch was saved with num_workers={before}. {type(self._loader).__name__} "
+                f"shuffles differently with num_workers={self._workers}, so the epoch cannot be continued. "
+                f"Resume with num_workers={before}. Between two epochs, num_workers may change from or to 0."
             )
         if before != self._workers or not _restores_order(self._loader):
             return None
@@ -603,8 +603,8 @@ def _steps(
         if not known and layout.split:
             raise DataError(
                 f"split_batches=True splits each batch over {layout.shard.count} processes, but a batch of type "
-                f"{type(batches[0]).__name__!r} has no rows that can be counted. Use batches that hold tensors, or "
-                "leave split_batches out."
+                f"{type(batches[0]).__name__!r} has no rows that can be counted. Use batches that contain tensors, "
+                "or omit split_batches."
             )
         # If rows cannot be counted, batches stay as they are, and only whole batches are padding.
         plan = (

@@ -289,9 +289,9 @@ class PreparedLoader(DataLoader[Any]):
             self._go_to_next_epoch()
             if self.stateful:
                 logger.warning_once(
-                    "The checkpoint was saved with the last batch of epoch %d, so this is epoch %d, as in Accelerate. "
-                    "A loop that counts epochs by itself from epoch %d would train one epoch too many: start it at "
-                    "loader.epoch, or call loader.set_epoch(epoch) before each epoch.",
+                    "The checkpoint was saved after the last batch of epoch %d, so the loader continues with epoch %d, "
+                    "as in Accelerate. A loop that starts at epoch %d would train one epoch too many. Start the loop "
+                    "at loader.epoch, or call loader.set_epoch(epoch) before each epoch.",
                     self._epoch - 1,
                     self._epoch,
                     self._epoch - 1,
@@ -450,7 +450,7 @@ class PreparedLoader(DataLoader[Any]):
         missing = [name for name in ("epoch", "consumed", "batches", "start", "generators") if name not in state]
         if missing:
             raise CheckpointError(
-                f"This loader state has no {', '.join(missing)}. It must come from state_dict() of a prepared loader."
+                f"This loader state has no {', '.join(missing)}. Pass the state_dict() of a prepared loader."
             )
         self.set_epoch(int(state["epoch"]))
         for generator, value in zip(find_generators(self.loader), state["generators"], strict=False):
@@ -548,7 +548,7 @@ def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
 
 def checked_count(num_batches: int) -> int:
     if num_batches < 0:
-        raise ConfigurationError(f"The number of batches to skip must be 0 or more, but got {num_batches}.")
+        raise ConfigurationError(f"The number of batches to skip must not be negative, but got {num_batches}.")
     return num_batches
 
 

@@ -405,9 +405,9 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
     if len(set(digests)) > 1:
         raise DataError(
-            f"{type(source).__name__} gives each process another order, so samples would be repeated and left out. It "
-            "draws from a random generator that was not found. Keep the generator in an attribute of the sampler, "
-            "seed it equally in all processes, or set dispatch_batches=True, so that only rank 0 reads."
+            f"{type(source).__name__} returns a different order in each process, so samples would be repeated and "
+            "omitted. Its random generator was not found. Keep the generator in an attribute of the sampler, use the "
+            "same seed in all processes, or set dispatch_batches=True, so that only rank 0 reads."
         )
     return chain(first, batches)
 
@@ -423,8 +423,8 @@ def _warn_of(sampler: Any) -> None:
         return
     if repeated > 0:
         logger.warning_once(
-            "%s repeats %d samples so that all processes get as many, and these count twice in gathered metrics. Leave "
-            "it out (shuffle=True in its place): prepared loaders shard by themselves and know which rows are padding.",
+            "%s repeats %d samples to fill all processes equally, and these count twice in gathered metrics. Remove "
+            "the sampler (use shuffle=True instead): prepared loaders shard the data and recognise padding themselves.",
             type(sampler).__name__,
             repeated,
         )

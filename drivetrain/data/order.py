@@ -120,7 +120,7 @@ class PermutationSampler(Sampler[int]):
     def __init__(self, data_source: Sized | int, seed: int = 0, *, epoch: int = 0) -> None:
         if not isinstance(data_source, (int, Sized)) or isinstance(data_source, bool):
             raise ConfigurationError(
-                "PermutationSampler needs a dataset with a length, or the length itself, but got "
+                "PermutationSampler needs a dataset with a length, or an integer length, but got "
                 f"an object of type {type(data_source).__name__!r}.",
             )
         self._source = data_source
@@ -185,7 +185,7 @@ class PermutationSampler(Sampler[int]):
         try:
             place = range(permutation.length)[position]
         except IndexError:
-            raise IndexError(f"position {position} of an order of {permutation.length} samples") from None
+            raise IndexError(f"Index {position} is out of range for {permutation.length} samples.") from None
         return int(permutation(np.array([place], dtype=np.uint64))[0])
 
     def _permutation(self) -> KeyedPermutation:
@@ -320,8 +320,8 @@ class IndexOrder:
         """Warn if an epoch had more or fewer batches than the length of its sampler promises."""
         if batches and not was_last:
             logger.warning_once(
-                "%s has a length of %d batches, but gave %d. In this epoch the last batch was therefore not recognised "
-                "as the last one; correct its __len__.",
+                "%s has a length of %d batches, but returned %d, so the last batch of this epoch was not recognised as "
+                "the last one. Correct the __len__ method.",
                 type(self.source).__name__,
                 len(self.source),
                 batches,

@@ -206,7 +206,7 @@ def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | 
         if seed is None:
             raise ConfigurationError(
                 "seed_samples=True derives each sample's random state from the run's seed, but the run has none. Call "
-                "set_seed(...) before the loader is prepared, or leave seed_samples out.",
+                "set_seed(...) before the loader is prepared, or omit seed_samples.",
             )
     return seed
 

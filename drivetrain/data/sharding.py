@@ -76,8 +76,8 @@ class Layout(NamedTuple):
         if self.split and self.batch_size is not None and self.batch_size % self.shard.count:
             raise ConfigurationError(
                 f"split_batches=True splits each batch over {self.shard.count} processes, but the loader's batch size "
-                f"{self.batch_size} is not a multiple of {self.shard.count}. Use a multiple, or leave "
-                "split_batches out: then each process gets whole batches.",
+                f"{self.batch_size} is not a multiple of {self.shard.count}. Use a multiple, or omit "
+                "split_batches, so that each process gets whole batches.",
             )
 
     def steps(self, batches: int, last_rows: int | None = None) -> int:
@@ -111,7 +111,7 @@ def plan_share(
     """Choose the rows that one process takes from the batches of a step. Returns None if no rows are left for it."""
     if not all(sizes):
         raise DataError(
-            "The batch sampler gave an empty batch, which cannot be shared between processes. Every batch must have "
+            "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
             "at least one index."
         )
     mine = layout.shard.index if index is None else index
@@ -468,8 +468,8 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
     if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
         raise DataError(_other_samples_message(name))
     logger.warning_once(
-        "%s begins with other samples each time that it is read, so it is not known if each process reads its own "
-        "part. Rank 0 reads for all. Set dispatch_batches=True if that is right, or "
+        "%s begins with different samples each time it is read, so it is unknown whether each process reads its own "
+        "part. Rank 0 reads for all processes. Set dispatch_batches=True to confirm this, or "
         "use_distributed_sampler=False if each process reads its own part.",
         name,
     )
@@ -492,7 +492,7 @@ def check_same_dataset(dataset: Any) -> None:
     if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
         raise DataError(_other_samples_message(type(dataset).__name__))
     logger.warning_once(
-        "The processes hold different subsets, so that some samples are read twice and others not at all. Seed the "
+        "The processes have different subsets, so some samples are read twice and others are never read. Seed the "
         "split, as in random_split(..., generator=torch.Generator().manual_seed(0)), or call seed_everything first."
     )
 

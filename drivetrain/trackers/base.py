@@ -413,7 +413,7 @@ class GeneralTracker(Tracker):
             missing.append("tracker")
         if missing and not _blank:
             raise ConfigurationError(
-                f"The tracker class {type(self).__name__} lacks {', '.join(missing)}. Define them in the class: `name` "
+                f"The tracker class {type(self).__name__} has no {', '.join(missing)}. A tracker must define `name` "
                 "(text), `requires_logging_directory` (bool) and `tracker` (a property, the underlying object).",
                 see="trackers.md",
             )
@@ -475,8 +475,8 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
         stack = stack.transpose(0, 2, 3, 1)
     if stack.ndim != 4 or stack.shape[-1] not in _CHANNELS:
         raise ConfigurationError(
-            f"The image {name!r} has the shape {tuple(array.shape)}. Give (H, W), (C, H, W), (H, W, C) with 1, 3 or 4 "
-            "channels, or several as (N, C, H, W) or (N, H, W, C).",
+            f"The image {name!r} has the shape {tuple(array.shape)}. Use (H, W), (C, H, W), (H, W, C) with 1, 3 or 4 "
+            "channels, or (N, C, H, W) or (N, H, W, C) for several images.",
         )
     if stack.dtype.kind == "f":
         # Adding 0.5 rounds to the nearest integer, since `astype` truncates.

@@ -307,6 +307,6 @@ def _check_server() -> None:
     if not (has_keys or config_obj.get("api.credentials.access_key", None) or Session.default_key):
         raise TrackerError(
             "ClearMLLogger has no credentials. Run `clearml-init`, set CLEARML_API_ACCESS_KEY and "
-            f"CLEARML_API_SECRET_KEY, or give access_key= and secret_key=. {_OFFLINE_ADVICE}"
+            f"CLEARML_API_SECRET_KEY, or pass access_key= and secret_key=. {_OFFLINE_ADVICE}"
         )
     check_reachable("ClearMLLogger", Session.get_api_server_host(), _OFFLINE_ADVICE)

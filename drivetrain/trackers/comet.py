@@ -71,11 +71,11 @@ class CometLogger(BackgroundTracker):
         if not self.is_available():
             raise missing_package("CometLogger", "comet_ml", "comet")
         if mode is not None and mode not in _MODES:
-            raise ConfigurationError(f"CometLogger(mode={mode!r}): allowed are {', '.join(map(repr, _MODES))}.")
+            raise ConfigurationError(f"CometLogger(mode={mode!r}): use one of {', '.join(map(repr, _MODES))}.")
         if project is not None and project_name not in (None, project):
             raise ConfigurationError(
                 f"CometLogger got project={project!r} and project_name={project_name!r}, which are aliases. "
-                "Give only one.",
+                "Pass only one.",
             )
         if mode == "get" and experiment_key is None:
             raise ConfigurationError("CometLogger(mode='get') needs the experiment_key of the experiment to continue.")

@@ -140,8 +140,8 @@ class CSVLogger(DirectoryTracker):
         there = _cut_table(path, [str(column) for column in columns], complete)
         if there < complete:
             logger.warning(
-                f"{path} holds only {there} of the {rows} rows that it had at the checkpoint. The others are lost, and "
-                "the run continues after the remaining rows."
+                f"{path} contains only {there} of the {rows} rows that it had at the checkpoint. The missing rows are "
+                "lost, and the run continues after the remaining rows."
             )
         self._rows, self._last_is_written = [], False
         if last_row is not None:

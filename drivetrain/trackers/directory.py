@@ -74,7 +74,7 @@ class RunDirectory:
         is_name = isinstance(version, str) and "\0" not in version
         if not is_number and not (is_name and all(part not in ("", ".", "..") for part in version.split("/"))):
             raise CheckpointError(
-                f"The state of a tracker in this checkpoint has version={version!r}, which no run writes: a version is "
+                f"The state of a tracker in this checkpoint has version={version!r}, which is not valid: a version is "
                 f"a number, or the name of a directory in {self.root}. Do not resume from a checkpoint of unknown "
                 "origin."
             )
@@ -83,7 +83,7 @@ class RunDirectory:
             self._version = before
         # The version comes from a checkpoint, which must not redirect writes through a link.
         elif not os.path.realpath(self.path).startswith(os.path.realpath(self.root) + os.sep):
-            logger.warning(f"{self.path} links outside of {self.root}, so it is not continued. Give version= to do so.")
+            logger.warning(f"{self.path} leads outside of {self.root}, so it is not continued. Pass version= to do so.")
             self._version = before
         return bool(self._version == version)
 
@@ -223,8 +223,8 @@ class DirectoryTracker(Tracker):
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(
-                f"The state of {type(self).__name__} in this checkpoint has {key}={value!r}, which is no "
-                f"{kind.__name__}: no run writes it."
+                f"The state of {type(self).__name__} in this checkpoint has {key}={value!r}, but {key} "
+                f"must be of type {kind.__name__}."
             )
         return value
 

@@ -177,7 +177,7 @@ class _DVCLiveRun(PackageRun):
         files = state.get("files", {})
         if not (isinstance(files, Mapping) and all(type(size) is int for size in files.values())):
             raise CheckpointError(
-                f"The state of DVCLiveLogger in this checkpoint has files={files!r}: no run writes it."
+                f"The state of DVCLiveLogger in this checkpoint has files={files!r}, but files must map names to sizes."
             )
         self._sizes = dict(files) if state.get("run_id") == self.run_id else None
 

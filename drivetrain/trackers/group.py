@@ -312,8 +312,8 @@ class BackgroundTracker(Tracker):
         self._is_behind = found is None
         if found is None:
             logger.warning_once(
-                f"{self._losses.owner} did not return its state to a checkpoint within {STATE_SECONDS:.0f} s. A run "
-                "that resumes from that checkpoint may start a new tracker run."
+                f"{self._losses.owner} did not return its state for a checkpoint within {STATE_SECONDS:.0f} s. A "
+                "run that resumes from this checkpoint may start a new tracker run."
             )
         else:
             self._state = found

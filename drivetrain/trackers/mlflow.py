@@ -202,7 +202,7 @@ class _MLFlowRun(PackageRun):
         changed = sorted(key for key, value in given.items() if known.get(key, value) != value)
         if changed:
             logger.warning(
-                f"MLFlowLogger: the run has other values of {', '.join(changed)}. MLflow cannot change parameters."
+                f"MLFlowLogger: the run keeps its old values of {', '.join(changed)}. MLflow cannot change parameters."
             )
         params = [Param(key, value) for key, value in given.items() if key not in known]
         for first in range(0, len(params), _BATCH):

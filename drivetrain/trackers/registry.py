@@ -56,7 +56,7 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     # The same class may be registered again, for example by a notebook cell that runs twice.
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
-            f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another name.",
+            f"The tracker name {name!r} belongs to {known.__qualname__}. Use another name for {tracker.__qualname__}.",
         )
     _TRACKERS[name] = tracker
     return tracker
@@ -135,7 +135,7 @@ def resolve_trackers(
             trackers.append(item)
         else:
             raise ConfigurationError(
-                f"{item!r} is not a tracker. Give a Tracker object, or one of the names "
+                f"{item!r} is not a tracker. Pass a Tracker object, or one of the names "
                 f"{', '.join(map(repr, _TRACKERS))}.",
                 see="trackers.md",
             )

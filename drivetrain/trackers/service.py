@@ -42,7 +42,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
     try:
         socket.create_connection(place, CONNECT_SECONDS).close()
     except OSError as error:
-        raise TrackerError(f"{owner} has no connection to {place[0]} ({error.strerror or error}). {advice}") from None
+        raise TrackerError(f"{owner} cannot connect to {place[0]} ({error.strerror or error}). {advice}") from None
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
@@ -55,8 +55,8 @@ def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
     if HIDDEN not in Secrets(secrets).in_text(text.replace(HIDDEN, "")):
         return True
     logger.warning(
-        f"{owner} does not record source code or command line, because they contain a key or token. Read it from "
-        "the environment instead."
+        f"{owner} does not record the source code and command line, because they contain a key or token. Read the key "
+        "from the environment instead."
     )
     return False
 

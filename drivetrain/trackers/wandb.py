@@ -76,7 +76,7 @@ class WandbLogger(PackageLogger):
     ) -> None:
         if add_file_policy not in _POLICIES:
             raise ConfigurationError(
-                f"WandbLogger(add_file_policy={add_file_policy!r}): allowed are {', '.join(map(repr, _POLICIES))}.",
+                f"WandbLogger(add_file_policy={add_file_policy!r}): use one of {', '.join(map(repr, _POLICIES))}.",
             )
         place = os.fspath(dir) if dir is not None and save_dir == "." else os.fspath(save_dir)
         options = {

@@ -293,7 +293,7 @@ def test_what_is_saved_in_a_hurry_is_whole_and_stays_until_a_run_can_go_on_from_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"total_limit": 0}, "1 or more"),
+        ({"total_limit": 0}, "must be at least 1"),
         ({"on_save_error": "warning"}, "Did you mean 'warn'"),
         ({"train_time_interval": "soon"}, "is not a duration"),
     ],
@@ -319,4 +319,4 @@ def test_a_save_after_a_loss_that_was_not_finite_is_marked_and_resumed_from_last
     steps: list[int] = []
     train(Regression({}), tmp_path, [by_steps(tmp_path, every=4, save_top_k=-1), again], ckpt_path="auto")
     assert steps == [9]  # so it began with step 8
-    assert "step=12.ckpt: it was saved after a loss that was not finite" in caplog.text
+    assert "step=12.ckpt is skipped, because it was saved after a non-finite loss" in caplog.text

@@ -93,7 +93,7 @@ def test_without_strict_checks_without_the_metric_are_left_out(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mode": "mim"}, "can be 'min'.*Did you mean 'min'"), ({"patience": -1}, "patience is a number of checks")],
+    [({"mode": "mim"}, "can be 'min'.*Did you mean 'min'"), ({"patience": -1}, "patience must be at least 0 checks")],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -206,8 +206,8 @@ class Returning(Scripted):
     ("outputs", "message"),
     [
         (None, "predictions, but validation_step returned None. Return a dict such as"),
-        ({"prediction": torch.ones(2)}, "returned a dict with 'prediction'. Did you mean 'prediction'"),
-        ({"predictions": torch.ones(2)}, "the outputs hold no targets"),
+        ({"prediction": torch.ones(2)}, "did not return this key, but only: 'prediction'. Did you mean 'prediction'"),
+        ({"predictions": torch.ones(2)}, "the outputs contain no targets"),
         ({"predictions": torch.ones(3), "targets": torch.ones(3)}, "3 rows for a batch of 2"),
         ({"predictions": torch.tensor(0.5), "targets": torch.ones(2)}, "without a dimension for the samples"),
     ],
@@ -228,9 +228,9 @@ def test_a_metric_that_is_no_single_number_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({}, "has nothing to do"),
-        ({"path": "out.xlsx"}, "a file .xlsx cannot be written"),
-        ({"path": "out.pt", "stages": ["val"]}, "there is no 'val'"),
-        ({"metrics": lambda a, b: 0}, "give a dict of names and metrics"),
+        ({"path": "out.xlsx"}, "the file extension '.xlsx' is not supported"),
+        ({"path": "out.pt", "stages": ["val"]}, "there is no stage 'val'"),
+        ({"metrics": lambda a, b: 0}, "must be a dict of names and metrics"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

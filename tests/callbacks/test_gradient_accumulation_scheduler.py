@@ -57,10 +57,10 @@ def test_a_resumed_run_continues_within_its_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scheduling", "message"),
     [
-        ({}, "give a dict"),
+        ({}, "must be a dict"),
         ({-1: 2}, "Epoch should be an int from 0"),
-        ({0: 0}, "factor should be an int from 1"),
-        ({0: 1.5}, "factor should be an int from 1"),
+        ({0: 0}, "factor should be an int of at least 1"),
+        ({0: 1.5}, "factor should be an int of at least 1"),
     ],
 )
 def test_what_is_no_schedule_is_refused(scheduling: Any, message: str) -> None:

@@ -128,7 +128,7 @@ def test_a_directory_of_the_run_that_is_no_checkpoint_is_not_removed(
     edit(saved, "doomed", lambda state: state.update(doomed=["notes"]))
     resume(saved)
     assert (saved.parent / "notes" / "a.txt").read_text() == "mine"
-    assert "notes is not removed: it is no checkpoint" in caplog.text
+    assert "notes is not removed: it is not a checkpoint" in caplog.text
 
 
 def test_what_a_link_in_the_run_leads_to_is_left_alone(

@@ -110,7 +110,11 @@ def test_all_processes_judge_the_mean_of_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"window": 2}, "4 or more"), ({"threshold": 0.0}, "above 0"), ({"action": "stopp"}, "Did you mean 'stop'")],
+    [
+        ({"window": 2}, "at least 4"),
+        ({"threshold": 0.0}, "a positive score"),
+        ({"action": "stopp"}, "Did you mean 'stop'"),
+    ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -163,10 +163,10 @@ def test_a_fast_dev_run_saves_nothing(tmp_path: Path) -> None:
     [
         ({"mode": "low"}, "can be 'min'"),
         ({"save_top_k": 3}, "not a valid configuration: without monitor="),
-        ({"save_top_k": -2}, "how many checkpoints to keep"),
+        ({"save_top_k": -2}, "to keep all checkpoints"),
         ({"every_n_epochs": 1, "every_n_train_steps": 5}, "Combination of parameters every_n_train_steps"),
         ({"every_n_train_steps": -1}, "Must be >= 0"),
-        ({"save_last": "both"}, "give True, False, 'link' or 'copy'"),
+        ({"save_last": "both"}, "use True, False, 'link' or 'copy'"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> N
 
 def test_parameters_of_other_models_are_refused(tmp_path: Path) -> None:
     callback = ModelPruning("l1_unstructured", [(nn.Linear(2, 2), "weight")])
-    with pytest.raises(ConfigurationError, match="is no parameter of Wide"):
+    with pytest.raises(ConfigurationError, match="is not a parameter of Wide"):
         train(Wide(), tmp_path, [callback], enable_checkpointing=False)
 
 

@@ -194,7 +194,7 @@ def test_without_a_logger_they_say_so(make: Any, tmp_path: Path) -> None:
 def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least 2"):
         ThroughputMonitor(window_size=1)
-    with pytest.raises(ConfigurationError, match="above 0"):
+    with pytest.raises(ConfigurationError, match="a positive number"):
         GradientNorm(norm_type=0)
 
 

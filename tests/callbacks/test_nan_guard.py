@@ -325,9 +325,9 @@ def test_nothing_is_saved_from_a_spoilt_model(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"action": "skipp"}, "Did you mean 'skip'"),
-        ({"max_rollbacks": -1}, "give 0 or more"),
-        ({"every_n_steps": 0}, "give 1 or more"),
-        ({"action": "skip", "every_n_steps": 5}, "a step can only be skipped if its value is read"),
+        ({"max_rollbacks": -1}, "max_rollbacks must be at least 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
+        ({"action": "skip", "every_n_steps": 5}, "steps can only be skipped if every step is checked"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

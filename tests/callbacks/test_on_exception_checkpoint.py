@@ -42,5 +42,5 @@ def test_a_run_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_empty_name_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="give the checkpoint a name"):
+    with pytest.raises(ConfigurationError, match="filename must not be empty"):
         OnExceptionCheckpoint(".", "")

@@ -56,7 +56,7 @@ def test_a_file_gets_a_line_for_each_epoch(tmp_path: Path, capsys: pytest.Captur
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     assert RichProgressBar(0).is_disabled
     assert RichProgressBar().refresh_rate == 100
-    with pytest.raises(ConfigurationError, match="give 0 or more"):
+    with pytest.raises(ConfigurationError, match="must be at least 0"):
         RichProgressBar(-1)
 
 

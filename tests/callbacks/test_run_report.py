@@ -244,7 +244,7 @@ def test_a_resumed_run_without_trackers_continues_its_page(tmp_path: Path) -> No
 
 
 def test_one_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="above 0"):
+    with pytest.raises(ConfigurationError, match="must be positive"):
         RunReport(seconds=0)
 
 

@@ -119,7 +119,7 @@ def test_a_run_without_a_last_epoch_averages_until_it_ends(
         ({"swa_lrs": 0.0}, "a positive float"),
         ({"swa_lrs": [0.1, -1]}, "a list of positive floats"),
         ({"swa_lrs": 0.1, "swa_epoch_start": 0}, ">0 integer"),
-        ({"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "a share"),
+        ({"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "a fraction"),
         ({"swa_lrs": 0.1, "annealing_strategy": "cosine"}, "Did you mean 'cos'"),
         ({"swa_lrs": 0.1, "annealing_epochs": -1}, "0 or more"),
     ],

@@ -152,7 +152,7 @@ def test_files_that_dead_runs_left_are_removed_or_given_back(tmp_path: Path, cap
     assert sorted(clean_stale(str(tmp_path))) == sorted(map(str, [*left, lost]))
     assert sorted(os.listdir(tmp_path)) == sorted(["last.ckpt", "best.ckpt", live.name, other.name])
     assert (tmp_path / "best.ckpt").read_text() == "left"
-    assert "The one before it is back" in caplog.text
+    assert "The previous checkpoint is restored" in caplog.text
     os.utime(other, (0, 0))
     clean_stale(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == sorted(["last.ckpt", "best.ckpt", live.name])
@@ -187,7 +187,7 @@ def test_a_run_that_died_between_the_two_renames_leaves_the_old_checkpoint_to_be
     assert load_run_state(tmp_path / "last", alone())[0]["global_step"] == 1  # by its name, before anyone looked
     with caplog.at_level(logging.WARNING):
         assert newest_checkpoint(tmp_path) == str(tmp_path / "last")
-    assert "The one before it is back" in caplog.text
+    assert "The previous checkpoint is restored" in caplog.text
     assert seed_of(tmp_path / "last") == 1
     assert leftovers(tmp_path) == []
 
@@ -237,8 +237,8 @@ def test_one_that_was_saved_after_a_loss_that_was_not_finite_is_the_last_choice(
     save_run_state(tmp_path / "step=3", marked, own_state(), alone(), step=3)
     assert [one.finite_loss for one in list_checkpoints(tmp_path)] == [False, True, True]
     assert newest_checkpoint(tmp_path) == str(tmp_path / "step=2")
-    assert "Passing over" in caplog.text
-    assert "not finite" in caplog.text
+    assert "is skipped" in caplog.text
+    assert "non-finite" in caplog.text
     for step in (1, 2):
         remove_checkpoint(tmp_path / f"step={step}")
     assert newest_checkpoint(tmp_path) == str(tmp_path / "step=3")

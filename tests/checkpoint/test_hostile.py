@@ -139,42 +139,42 @@ INDEXES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a list": (lambda index: [], "lists no tensors"),
     "no tensors": (lambda index: {"tensors": []}, "lists no tensors"),
     "a tensor that is a number": (lambda index: index["tensors"].update({WEIGHT: 3}), "not described"),
-    "no parts": (entry(chunks=[]), "has 32 values, of which its parts hold only 0"),
+    "no parts": (entry(chunks=[]), "has 32 values, but its parts contain only 0"),
     "parts that are a dict": (entry(chunks={}), "not described"),
-    "a part that is text": (entry(chunks=["x"]), "a part that is not described"),
-    "a larger tensor than its parts": (entry(size=[80, 4]), "has 320 values, of which its parts hold only 32"),
-    "a hole between parts": (two_chunks((0, 4), (5, 3)), "of which its parts hold only 28"),
-    "two parts for one row": (two_chunks((0, 4), (3, 4)), "two parts for one place"),
-    "one part twice": (two_chunks((0, 4), (0, 4)), "two parts for one place"),
-    "a part beyond its tensor": (two_chunks((0, 4), (6, 4)), r"a part of \[4, 4\] at \[6, 0\], but is \[8, 4\]"),
+    "a part that is text": (entry(chunks=["x"]), "a part without a description"),
+    "a larger tensor than its parts": (entry(size=[80, 4]), "has 320 values, but its parts contain only 32"),
+    "a hole between parts": (two_chunks((0, 4), (5, 3)), "but its parts contain only 28"),
+    "two parts for one row": (two_chunks((0, 4), (3, 4)), "two overlapping parts"),
+    "one part twice": (two_chunks((0, 4), (0, 4)), "two overlapping parts"),
+    "a part beyond its tensor": (two_chunks((0, 4), (6, 4)), r"of size \[4, 4\] at \[6, 0\], .* its size \[8, 4\]"),
     "fewer dimensions in a part": (chunk(offsets=[0], sizes=[32]), "a part of"),
-    "an offset below zero": (chunk(offsets=[-1, 0]), "not numbers of 0 or more"),
-    "a fraction": (chunk(sizes=[8.0, 4]), "not numbers of 0 or more"),
-    "true as a number": (chunk(offsets=[False, 0]), "not numbers of 0 or more"),
-    "a size that is text": (entry(size="84"), "not numbers of 0 or more"),
-    "a size of more than there is": (entry(size=[2**62, 2**62]), "which no tensor has"),
-    "a size beyond 64 bits": (entry(size=[2**70]), "not numbers of 0 or more"),
-    "an empty size beyond 64 bits": (entry(size=[0, 2**62, 2**62]), "which no tensor has"),
-    "a start below zero": (chunk(start=-8), "not numbers of 0 or more"),
-    "a start beyond the file": (chunk(start=10**6), "cannot lie where it is said to"),
-    "another length": (chunk(nbytes=64), "cannot lie where it is said to"),
-    "the bytes of another tensor": (swapped, "its header does not have .*layer.weight.* where"),
-    "the bytes of the header": (chunk(start=0), "its header does not have state_dict/layer.weight where"),
+    "an offset below zero": (chunk(offsets=[-1, 0]), "only non-negative integers"),
+    "a fraction": (chunk(sizes=[8.0, 4]), "only non-negative integers"),
+    "true as a number": (chunk(offsets=[False, 0]), "only non-negative integers"),
+    "a size that is text": (entry(size="84"), "only non-negative integers"),
+    "a size of more than there is": (entry(size=[2**62, 2**62]), "which is too large"),
+    "a size beyond 64 bits": (entry(size=[2**70]), "only non-negative integers"),
+    "an empty size beyond 64 bits": (entry(size=[0, 2**62, 2**62]), "which is too large"),
+    "a start below zero": (chunk(start=-8), "only non-negative integers"),
+    "a start beyond the file": (chunk(start=10**6), "an invalid position or length"),
+    "another length": (chunk(nbytes=64), "an invalid position or length"),
+    "the bytes of another tensor": (swapped, "its header does not list .*layer.weight.* with"),
+    "the bytes of the header": (chunk(start=0), "its header does not list state_dict/layer.weight with"),
     "the bytes of two tensors": (
         lambda index: chunk_of(index, "state_dict/layer.bias").update(start=chunk_of(index)["start"]),
-        "lies where",
+        "overlaps ",
     ),
-    "another dtype of the same length": (entry(dtype="int32"), "its header does not have state_dict/layer.weight"),
+    "another dtype of the same length": (entry(dtype="int32"), "its header does not list state_dict/layer.weight"),
     "a function as a dtype": (entry(dtype="load"), "has the dtype 'load'"),
     "a dtype that is no text": (entry(dtype=["float32"]), "has the dtype"),
     "a quantised dtype": (entry(dtype="quint8"), "has the dtype 'quint8'"),
-    "a file outside": (chunk(file="../../outside/secret.json"), "cannot lie where it is said to, in ../../outside"),
-    "a file that is none": (chunk(file=None), "cannot lie where it is said to, in None"),
+    "a file outside": (chunk(file="../../outside/secret.json"), "position or length in the file ../../outside"),
+    "a file that is none": (chunk(file=None), "position or length in the file None"),
     "a file of another kind": (
         chunk(file="state.json", start=0),
-        "does not begin with a header",
+        "does not begin with a valid header",
     ),
-    "a tensor that is not there": (drop_weight, "does not have its tensor state_dict"),
+    "a tensor that is not there": (drop_weight, "does not list the tensor state_dict"),
 }
 
 
@@ -213,9 +213,9 @@ def odd(value: Any) -> Callable[[Any], Any]:
 
 
 TREES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a list": (lambda state: [state], "holds no named entries"),
-    "a number": (lambda state: 3, "holds no named entries"),
-    "a tuple": (lambda state: {"__tuple__": []}, "holds no named entries"),
+    "a list": (lambda state: [state], "not a JSON object with named entries"),
+    "a number": (lambda state: 3, "not a JSON object with named entries"),
+    "a tuple": (lambda state: {"__tuple__": []}, "not a JSON object with named entries"),
     "a function as a dtype": (odd({"__dtype__": "load"}), "'__dtype__': 'load'"),
     "a module as a dtype": (odd({"__dtype__": "os"}), "'__dtype__': 'os'"),
     "a quantised dtype": (odd({"__dtype__": "quint8"}), "'__dtype__': 'quint8'"),
@@ -241,8 +241,8 @@ TREES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a counter of text": (odd({"__counter__": [["a", "b"]]}), "__counter__"),
     "a tensor without a name": (odd({"__tensor__": None}), "'__tensor__': None"),
     "a tensor with a list as name": (odd({"__tensor__": [WEIGHT]}), "'__tensor__': list"),
-    "a tensor that is not there": (odd({"__tensor__": "nothing"}), "does not have its tensor nothing"),
-    "an array that is not there": (odd({"__ndarray__": "nothing"}), "does not have its tensor nothing"),
+    "a tensor that is not there": (odd({"__tensor__": "nothing"}), "does not list the tensor nothing"),
+    "an array that is not there": (odd({"__ndarray__": "nothing"}), "does not list the tensor nothing"),
 }
 
 
@@ -291,14 +291,20 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an absolute file": (listing("/etc/hostname"), "lists '/etc/hostname'"),
     "a file without a name": (listing(""), "lists ''"),
     "a file with a null byte": (listing("a\0b"), "lists 'a"),
-    "data above": (lambda manifest: manifest.update(data="../../outside"), "names '../../outside' as the folder"),
-    "absolute data": (lambda manifest: manifest.update(data="/tmp"), "names '/tmp' as the folder"),
-    "data that is a list": (lambda manifest: manifest.update(data=[]), r"names \[\] as the folder"),
-    "data in a folder above": (lambda manifest: manifest.update(data="data-/../../../outside"), "as the folder"),
+    "data above": (lambda manifest: manifest.update(data="../../outside"), "invalid folder name '../../outside'"),
+    "absolute data": (lambda manifest: manifest.update(data="/tmp"), "invalid folder name '/tmp'"),
+    "data that is a list": (lambda manifest: manifest.update(data=[]), r"invalid folder name \[\]"),
+    "data in a folder above": (lambda manifest: manifest.update(data="data-/../../../outside"), "invalid folder name"),
     "files that are a list": (lambda manifest: manifest.update(files=[]), "is damaged"),
-    "a size below zero": (lambda manifest: manifest["files"][FILE].update(size=-1), "no size and SHA-256"),
-    "a size that is text": (lambda manifest: manifest["files"][FILE].update(size="9"), "no size and SHA-256"),
-    "a hash that is a number": (lambda manifest: manifest["files"][FILE].update(sha256=7), "no size and SHA-256"),
+    "a size below zero": (lambda manifest: manifest["files"][FILE].update(size=-1), "without a valid size and SHA-256"),
+    "a size that is text": (
+        lambda manifest: manifest["files"][FILE].update(size="9"),
+        "without a valid size and SHA-256",
+    ),
+    "a hash that is a number": (
+        lambda manifest: manifest["files"][FILE].update(sha256=7),
+        "without a valid size and SHA-256",
+    ),
     "no processes": (lambda manifest: manifest.update(world_size=0), "world_size=0"),
     "processes that are text": (lambda manifest: manifest.update(world_size="1"), "world_size='1'"),
     "a step that is text": (lambda manifest: manifest.update(step="9"), "step='9'"),
@@ -344,7 +350,7 @@ def test_only_a_checkpoint_is_removed(tmp_path: Path) -> None:
     remove_checkpoint(tmp_path / "ours")
     remove_checkpoint(tmp_path / "nothing")
     for name in ("theirs", "alike", "file"):
-        with pytest.raises(CheckpointError, match=rf"{name} is not removed: it is no checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"{name} is not removed: it is not a checkpoint"):
             remove_checkpoint(tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["alike", "file", "theirs"]
     assert (tmp_path / "theirs" / "thesis.txt").read_text() == "mine"
@@ -368,7 +374,7 @@ def test_a_save_replaces_nothing_but_a_checkpoint(what: str, tmp_path: Path) -> 
         path.mkdir()
         path /= "thesis.txt"
     path.write_text("mine")
-    with pytest.raises(CheckpointError, match="mine is not replaced by a checkpoint: it is no checkpoint"):
+    with pytest.raises(CheckpointError, match="mine is not replaced by a checkpoint: it is not a checkpoint"):
         write(tmp_path / "mine")
     assert path.read_text() == "mine"
     assert os.listdir(tmp_path) == ["mine"]
@@ -404,7 +410,7 @@ def test_the_message_about_a_damaged_checkpoint_names_the_newest_whole_one(
 def test_a_checkpoint_of_another_model_is_not_called_damaged(tmp_path: Path) -> None:
     write(tmp_path / "one")
     write(tmp_path / "two")
-    with pytest.raises(CheckpointError, match="the state of another model") as raised:
+    with pytest.raises(CheckpointError, match="the state of a different model") as raised:
         load_run_state(tmp_path / "two", into={"state_dict": {"other": torch.ones(1)}})
     assert "whole" not in str(raised.value)
 

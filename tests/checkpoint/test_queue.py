@@ -325,7 +325,7 @@ def test_a_script_without_a_main_guard_that_ends_at_once_has_its_save(tmp_path: 
 def test_an_error_that_nobody_asked_for_is_written_down_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run_script(SCRIPT, "file/one", cwd=tmp_path)
-    assert "A checkpoint was lost: The checkpoint" in done.stderr
+    assert "A checkpoint was not saved: The checkpoint" in done.stderr
     assert "file/one" in done.stderr
 
 

@@ -169,7 +169,7 @@ def test_a_run_is_resumed_with_its_command_where_it_was_started(directory: Path)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"argv": None}, "not fully known.*DRIVETRAIN_RESUME=last.ckpt"),
+        ({"argv": None}, "not fully recorded.*DRIVETRAIN_RESUME=last.ckpt"),
         ({"best": {}}, "has no checkpoint"),
         ({"state": "running", "process": {"host": "elsewhere", "id": 3}, "due": 1e12}, "is running, as process 3"),
     ],

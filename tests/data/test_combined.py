@@ -85,7 +85,7 @@ def test_one_loader_and_named_tuples_keep_their_structure():
 
 
 def test_an_unknown_mode_and_no_loaders_are_refused():
-    with pytest.raises(ConfigurationError, match=r"allowed are min_size.*Did you mean 'max_size_cycle'"):
+    with pytest.raises(ConfigurationError, match=r"Use one of min_size.*Did you mean 'max_size_cycle'"):
         CombinedLoader([[1]], mode="max_size_cycl")
     with pytest.raises(ConfigurationError, match="at least one loader"):
         CombinedLoader([])

@@ -102,7 +102,7 @@ def test_a_sampler_that_promises_too_much_is_corrected(caplog: pytest.LogCapture
     loader = prepare_loader(DataLoader(Numbers(), batch_sampler=Episodes(4, says=9)), shard=ALONE)
     marks = [[bool(loader.current and loader.current.last) for _ in loader] for _ in range(2)]
     assert marks == [[False] * 4, [False] * 3 + [True]]
-    assert "has a length of 9 batches, but gave 4" in caplog.text
+    assert "has a length of 9 batches, but returned 4" in caplog.text
 
 
 def test_batches_reach_the_device_through_place() -> None:

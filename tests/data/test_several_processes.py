@@ -255,7 +255,7 @@ def disagree() -> str:
 
 def test_a_sampler_whose_order_differs_between_processes_is_refused() -> None:
     for message in run_in_processes(disagree):
-        assert "Hidden gives each process another order" in message
+        assert "Hidden returns a different order in each process" in message
 
 
 class Broken(Numbers):

@@ -241,12 +241,12 @@ def overlap(path: Path, index: Path) -> None:
     [
         (cut, r"00001-of-00002.safetensors is truncated"),
         (lambda path, index: path.unlink(), r"00001-of-00002.safetensors"),
-        (lambda path, index: path.write_bytes(b"<html>not found</html>"), "does not begin as a safetensors file"),
-        (lie, r"norm.bias is in model-00001-of-00002.safetensors, which does not hold it"),
+        (lambda path, index: path.write_bytes(b"<html>not found</html>"), "does not begin with a safetensors header"),
+        (lie, r"norm.bias in model-00001-of-00002.safetensors, but this file does not contain norm.bias"),
         (lead_away, "only files in its own directory"),
         (lambda path, index: index.write_text("[]"), "no weight_map"),
-        (lambda path, index: index.write_text('{"weight_map": {"norm.bias": 3}}'), "does not lead from names"),
-        (overlap, "does not begin where the tensor before it ends"),
+        (lambda path, index: index.write_text('{"weight_map": {"norm.bias": 3}}'), "does not map names"),
+        (overlap, "does not begin where the previous tensor ends"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, damage, message):

@@ -209,7 +209,7 @@ def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
         ({}, "has no credentials. Run `clearml-init`, set CLEARML_API_ACCESS_KEY and CLEARML_API_SECRET_KEY"),
         (
             {"access_key": PLANTED, "secret_key": PLANTED, "api_host": "http://127.0.0.1:9"},
-            "has no connection to 127.0.0.1 (Connection refused).",
+            "cannot connect to 127.0.0.1 (Connection refused).",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
     ("options", "message"),
     [
         ({}, "has no API key. Set COMET_API_KEY, run `comet login`, or give api_key=."),
-        ({"api_key": PLANTED}, "has no connection to 127.0.0.1 (Connection refused)."),
+        ({"api_key": PLANTED}, "cannot connect to 127.0.0.1 (Connection refused)."),
     ],
 )
 def test_one_that_cannot_start_names_why_and_the_run_continues(options: dict[str, Any], message: str) -> None:

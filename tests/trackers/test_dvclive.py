@@ -105,7 +105,7 @@ def test_a_resumed_run_has_no_value_from_after_its_checkpoint(tmp_path: Path) ->
 
 
 def test_a_state_that_no_run_writes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no run writes it"):
+    with pytest.raises(CheckpointError, match="files must map names to sizes"):
         make(tmp_path).load_state_dict({"run_id": "abc", "files": {"x": "y"}})
 
 

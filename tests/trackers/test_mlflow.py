@@ -131,7 +131,7 @@ def test_a_parameter_keeps_its_first_value_and_calls_that_do_not_wait_are_waited
     _, [run] = runs_in(tmp_path)
     assert run.data.params == {"lr": "0.1", "width": "4", "depth": "2"}
     assert (run.data.metrics["loss"], run.data.tags["note"], lost) == (1.0, "text", 0)
-    assert "values of lr already" in lines[0]
+    assert "old values of lr" in lines[0]
 
 
 def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
@@ -141,7 +141,7 @@ def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
 def test_one_that_cannot_start_names_why_and_the_run_continues(tmp_path: Path) -> None:
     options = {"tracking_uri": f"http://user:{PLANTED}@127.0.0.1:9", "save_dir": tmp_path}
     [(line, lost)] = run_in_processes(complaint_of, 1, args=(options,))
-    assert "has no connection to 127.0.0.1 (Connection refused)." in line
+    assert "cannot connect to 127.0.0.1 (Connection refused)." in line
     assert "tracking_uri='sqlite:///mlflow.db'" in line
     assert PLANTED not in line
     assert lost == 3

@@ -127,7 +127,7 @@ def test_the_words_of_lightning_lead_to_the_same_methods() -> None:
             "tensorbord",
             r"no tracker 'tensorbord'. Did you mean 'tensorboard'\? Known trackers: 'csv', 'tensorboard'",
         ),
-        (["csv", 3], "3 is not a tracker. Give a Tracker object, or one of the names"),
+        (["csv", 3], "3 is not a tracker. Pass a Tracker object, or one of the names"),
     ],
 )
 def test_an_unknown_tracker_is_refused_and_the_known_ones_named(spec: Any, message: str) -> None:

@@ -254,7 +254,7 @@ def test_event_files_without_tensorboard_name_what_to_install(tmp_path: Path, mo
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds no values of a run"):
+    with pytest.raises(ConfigurationError, match="contains no metrics of a run"):
         RunPage.read(tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_rows_that_did_not_reach_the_disk_are_missed_with_a_warning(
     log_steps(resumed, range(4, 5))
     resumed.finish()
     assert [line.split(",")[1] for line in table(resumed.log_dir).splitlines()] == ["step", "0", "3", "4"]
-    assert "holds only 1 of the 4 rows" in caplog.text
+    assert "contains only 1 of the 4 rows" in caplog.text
 
 
 @pytest.mark.parametrize("make", [CSVLogger, TensorBoardLogger])

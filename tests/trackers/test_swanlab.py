@@ -125,7 +125,7 @@ def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
     ("key", "message"),
     [
         (None, "has no API key. Set SWANLAB_API_KEY or run `swanlab login`."),
-        (PLANTED, "has no connection to 127.0.0.1 (Connection refused)."),
+        (PLANTED, "cannot connect to 127.0.0.1 (Connection refused)."),
     ],
 )
 def test_one_that_cannot_start_names_why_and_the_run_continues(key: str | None, message: str, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
         ({"space_id": "me/space"}, "has no token for its Space. Set HF_TOKEN or run `hf auth login`."),
         (
             {"server_url": "http://127.0.0.1:9/?write_token=planted-key-0123456789"},
-            "has no connection to 127.0.0.1 (Connection refused).",
+            "cannot connect to 127.0.0.1 (Connection refused).",
         ),
     ],
 )

@@ -181,7 +181,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_checkpoint_has_one_rhythm() -> None:
-    with pytest.raises(ConfigurationError, match=r"give one of them, not.*every='2 epochs'"):
+    with pytest.raises(ConfigurationError, match=r"is not allowed: .*every='2 epochs'"):
         ModelCheckpoint(every="2 epochs", every_n_train_steps=3)
 
 

@@ -264,7 +264,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_written(tmp_path: 
     for path, message in ((tmp_path / "taken", "is a directory"), ("memory://x.ckpt", "is a URL")):
         with pytest.raises(ConfigurationError, match=message):
             trainer.save_checkpoint(path, format="lightning")
-    with pytest.raises(ConfigurationError, match="give 'drivetrain', 'lightning'"):
+    with pytest.raises(ConfigurationError, match="use 'drivetrain', 'lightning'"):
         trainer.save_checkpoint(tmp_path / "x", format="pickle")
     assert os.listdir(tmp_path) == ["taken"]
 

@@ -600,7 +600,7 @@ def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
     if name in known and os.path.exists(known[name]):
         return Path(known[name])
     if name in known:
-        raise ConfigurationError(f"The run {name!r} is in the index, but {known[name]} does not exist any more.")
+        raise ConfigurationError(f"The run {name!r} is listed, but its directory {known[name]} no longer exists.")
     raise ConfigurationError(
         f"There is no run {name!r}: it is neither a path nor a name in {Path(directory, DIRECTORY, NAME)}."
         f"{nearest(name, known)} `drivetrain runs --dir {os.fspath(directory)}` lists the known runs.",

@@ -275,7 +275,7 @@ def read_values(place: str | os.PathLike[str]) -> RunValues:
     if len(tables) == 1:
         return read_table(tables[0])
     raise ConfigurationError(
-        f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run that has a {TABLE} or TensorBoard "
+        f"{os.fspath(place)!r} contains no metrics of a run. Pass a run's directory with a {TABLE} or TensorBoard "
         "event files, or one such file.",
     )
 
@@ -435,17 +435,17 @@ def resumption_of(place: Path) -> Resumption:
     checkpoint = best.get("newest") or best.get("path")
     if not checkpoint:
         raise ConfigurationError(
-            f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}"
+            f"The run in {place} has no checkpoint to resume from. Start the run again: {record.get('command')}"
         )
     if HIDDEN in str(checkpoint):
         raise ConfigurationError(
-            f"The checkpoint of the run in {place} is at an address with credentials, which are not recorded: "
-            f"{checkpoint}. Start it again with {RESUME_VARIABLE} set to the whole address: {record.get('command')}",
+            f"The checkpoint address of the run in {place} contains credentials, which are not recorded: "
+            f"{checkpoint}. Set {RESUME_VARIABLE} to the full address, and run: {record.get('command')}",
         )
     if not record.get("argv"):
         raise ConfigurationError(
-            f"The command of the run in {place} is not fully known: it holds a secret, or another launcher "
-            f"started the run. Start it again with {RESUME_VARIABLE}={checkpoint} in its environment: "
+            f"The command of the run in {place} was not fully recorded: it contains a secret, or another launcher "
+            f"started the run. Set the environment variable {RESUME_VARIABLE}={checkpoint}, and run: "
             f"{record.get('command')}",
         )
     return Resumption(list(record["argv"]), str(record.get("cwd", ".")), str(checkpoint))

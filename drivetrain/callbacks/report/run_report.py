@@ -375,7 +375,7 @@ class RunReport(Callback):
 
     def __init__(self, seconds: float = 10.0) -> None:
         if not seconds > 0:
-            raise ConfigurationError(f"RunReport(seconds={seconds}): give a time above 0, such as 10.")
+            raise ConfigurationError(f"RunReport(seconds={seconds}): seconds must be positive, such as 10.")
         self.seconds = seconds
         self._clock: Clock | None = None
         self._sampler: RunSampler | None = None
