@@ -74,11 +74,11 @@ def names_in_order(model, units):
         ("Blok", r"has no module of this class. It has: .*Block \(3\).* Did you mean 'Block'\?"),
         (nn.Conv2d, r"wrap names 'Conv2d', but the model has no module"),
         (lambda module: False, r"returned True for no module. It has: "),
-        (10**9, r"the whole model has \d+"),
+        (10**9, r"more than the model's \d+ parameters"),
         (0, "must be at least 1"),
         (True, "wrap=True is not supported. Allowed: 'auto'"),
         (1.5, "wrap must be 'auto'"),
-        ([], "contains no class"),
+        ([], "is empty"),
         ([3], "takes classes or class names, got 3"),
     ],
 )
