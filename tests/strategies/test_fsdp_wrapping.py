@@ -77,7 +77,7 @@ def names_in_order(model, units):
         (10**9, r"more than the model's \d+ parameters"),
         (0, "must be at least 1"),
         (True, "wrap=True is not supported. Allowed: 'auto'"),
-        (1.5, "wrap must be 'auto'"),
+        (1.5, "wrap cannot be a float. Allowed: 'auto'"),
         ([], "is empty"),
         ([3], "takes classes or class names, got 3"),
     ],

@@ -636,7 +636,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best' was given, but the ModelCheckpoint does not save one (save_top_k=0). Set save_top_k=1."
+                    "There is no best checkpoint, because the ModelCheckpoint has save_top_k=0. Set save_top_k=1."
                 )
             raise ConfigurationError(f"{given!r} was given, but the ModelCheckpoint has saved no checkpoint yet.")
         return str(found)
