@@ -190,8 +190,8 @@ class ParallelismConfig:
             )
         if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
             raise ConfigurationError(
-                f"cp_backend={self.cp_backend!r} and sp_backend={self.sp_backend!r} are not supported. Leave both "
-                "out: context parallelism always uses torch's implementation.",
+                f"cp_backend={self.cp_backend!r} and sp_backend={self.sp_backend!r} are not supported. Omit "
+                "both: context parallelism always uses torch's implementation.",
             )
 
     @property
@@ -542,7 +542,7 @@ class InitProcessGroupKwargs:
         if self.init_method not in (None, "env://"):
             raise ConfigurationError(
                 f"init_method={self.init_method!r} is not supported, because the launcher sets the address in "
-                "MASTER_ADDR and MASTER_PORT. Leave it out, or call torch.distributed.init_process_group before you "
+                "MASTER_ADDR and MASTER_PORT. Omit it, or call torch.distributed.init_process_group before you "
                 "create an Accelerator.",
             )
 

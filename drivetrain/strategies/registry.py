@@ -219,7 +219,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
         return spec
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(
-            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Remove one of the two.",
+            f"{given} is only supported with strategy={DDP.name!r}, got strategy={spec!r}. Remove one of the two.",
         )
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
 

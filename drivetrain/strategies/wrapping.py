@@ -45,7 +45,7 @@ def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
         return _by_class(model, list(wrap), option)
     if callable(wrap):
         return _by_function(model, wrap, option)
-    raise ConfigurationError(f"{option} must be {_ALLOWED}; got a {type(wrap).__name__}.")
+    raise ConfigurationError(f"{option} cannot be a {type(wrap).__name__}. Allowed: {_ALLOWED}.")
 
 
 def _innermost_first(model: nn.Module) -> list[nn.Module]:
@@ -115,7 +115,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
             )
         found.extend(matching)
     if not found:
-        raise ConfigurationError(f"{option} contains no class. Allowed: {_ALLOWED}.")
+        raise ConfigurationError(f"{option} is empty. Allowed: {_ALLOWED}.")
     return found
 
 
@@ -125,9 +125,7 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
         raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())
     if total < least:
-        raise ConfigurationError(
-            f"{option}={least} needs units of at least {least} parameters, but the whole model has {total}.",
-        )
+        raise ConfigurationError(f"{option}={least} is more than the model's {total} parameters. Use a smaller number.")
     found: list[nn.Module] = []
     # Parameters of inner units do not count for the modules around them.
     taken: set[int] = set()
@@ -162,8 +160,8 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
             return kept
         names = sorted({type(unit).__name__ for unit in left if id(unit) in shared})
         logger.warning_once(
-            f"{', '.join(names)}: shares parameters with modules outside of it, so FSDP does not shard it as a "
-            "separate unit, but together with the module that contains both."
+            f"Modules of these classes share parameters with other modules: {', '.join(names)}. FSDP does not shard "
+            "them as separate units, but together with the module that contains both."
         )
         left = kept
 

@@ -63,7 +63,7 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
     for name in given:
         if name not in _OPTIONS:
             raise ConfigurationError(
-                f"Trainer(compile=...) has the unknown key {name!r}. Allowed keys are {', '.join(_OPTIONS)}."
+                f"Trainer(compile=...) has the unknown key {name!r}. Allowed: {', '.join(_OPTIONS)}."
                 f"{nearest(str(name), _OPTIONS)}",
             )
     chosen = {"backend": "inductor", **given}

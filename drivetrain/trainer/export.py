@@ -79,13 +79,13 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))
-            raise CheckpointError(f"{checkpoint_path} contains {count} models. A task is loaded from one with 1 model.")
+            raise CheckpointError(f"{checkpoint_path} contains {count} models, but a task can load only one.")
         task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate)
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
-                f"{cls.__name__}.strict_loading={set_strict}. Leave strict out, or change strict_loading.",
+                f"{cls.__name__}.strict_loading={set_strict}. Omit strict, or change strict_loading.",
             )
         # Tasks may create layers here, so it must run before the weights are loaded.
         task.configure_model()
@@ -176,7 +176,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
             ConfigurationError: The method is unknown, or there is no example input.
         """
         if method not in ("script", "trace"):
-            raise ConfigurationError(f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.")
+            raise ConfigurationError(f"to_torchscript only supports 'script' or 'trace' as method, got {method!r}.")
         inputs = None
         if method == "trace":
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)

@@ -35,7 +35,7 @@ class HyperParameters(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"There is no hyper-parameter {name!r}. Known are: {', '.join(self) or 'none'}."
+                f"There is no hyper-parameter {name!r}. Known hyper-parameters: {', '.join(self) or 'none'}."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

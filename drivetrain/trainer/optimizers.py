@@ -333,7 +333,7 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
                     f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict.",
                 )
             warnings.warn(
-                f"{message} but strict is `False`: the learning rate does not change.", RuntimeWarning, stacklevel=2
+                f"{message} but strict is `False`. The learning rate does not change.", RuntimeWarning, stacklevel=2
             )
             return
     # Parameter groups may have been added since the scheduler was created, for example by finetuning.

@@ -232,7 +232,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
     """Raise an error if `gradient_clip_val` or `gradient_clip_algorithm` is invalid."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
-            f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
+            f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed: {', '.join(CLIPPING)}."
             f"{nearest(str(algorithm), CLIPPING)}",
         )
     if value is not None and not isinstance(value, int | float):
@@ -312,7 +312,7 @@ def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: A
     if chosen.get("check_val_every_n_epoch") not in (None, 1):
         raise ConfigurationError(
             f"val_check_interval={written!r} counts across epochs, so it cannot be combined with "
-            f"check_val_every_n_epoch={chosen['check_val_every_n_epoch']}. Leave one of them out.",
+            f"check_val_every_n_epoch={chosen['check_val_every_n_epoch']}. Remove one of them.",
         )
     chosen["check_val_every_n_epoch"] = None
     if interval.unit is Unit.EPOCHS:

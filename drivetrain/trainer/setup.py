@@ -120,7 +120,7 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
     if launched is not None:
         raise ConfigurationError(
             f"Trainer(sync_batchnorm=True) works only with strategy='ddp', but the launcher selected "
-            f"strategy={launched.name!r}. Launch without it, use Trainer(strategy='ddp'), or leave sync_batchnorm out "
+            f"strategy={launched.name!r}. Launch without it, use Trainer(strategy='ddp'), or remove sync_batchnorm "
             "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
         )
 
@@ -252,13 +252,13 @@ def _start_processes(
         if isinstance(count, int) and count not in (here, -1):
             raise ConfigurationError(
                 f"devices={count}, but the launcher ({environment.source}) started {here} process(es) on this "
-                f"machine. Leave devices='auto', or start {count}: "
+                f"machine. Use devices='auto', or start {count} with: "
                 f"drivetrain launch --num_processes {count} script.py.",
             )
         if num_nodes not in (1, environment.num_nodes):
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}. "
-                "Leave num_nodes out, or change the number in the launcher.",
+                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes} "
+                "node(s). Remove num_nodes, or change the number in the launcher.",
             )
         return
     if num_nodes > 1:
@@ -375,7 +375,7 @@ def make_callbacks(
         names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
         raise TwinCallbacksError(
             f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
-            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Use different arguments, or override "
             "state_key."
         )
     return checkpoints_last(callbacks)

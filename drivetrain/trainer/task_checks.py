@@ -223,7 +223,7 @@ def warn_of_evaluation_mode(task: Task) -> None:
     if not evaluating:
         return
     logger.warning_once(
-        "%d of %d modules of %s are in evaluation mode when training begins, and stay in it. Their dropout is off, and "
+        "%d of %d modules of %s are in evaluation mode when training begins, and remain so. Their dropout is off, and "
         "their batch norms do not update their statistics. If that is not intended, call train() on them before fit().",
         evaluating,
         len(modes),

@@ -101,9 +101,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kwargs_handlers": [{"init_scale": 1}]}, "object of type dict. Allowed types: DistributedDataParallelKwargs"),
     (
         {"strategy": "single", "kwargs_handlers": [DistributedDataParallelKwargs()]},
-        "options of strategy='ddp', but strategy='single'",
+        "only supported with strategy='ddp', got strategy='single'",
     ),
-    ({"strategy": DDP(), "kwargs_handlers": [DistributedDataParallelKwargs()]}, "options of strategy='ddp'"),
+    ({"strategy": DDP(), "kwargs_handlers": [DistributedDataParallelKwargs()]}, "only supported with strategy='ddp'"),
     (
         {"mixed_precision": Float16Mixed(), "kwargs_handlers": [GradScalerKwargs()]},
         "GradScalerKwargs cannot be combined",

@@ -124,7 +124,7 @@ def test_the_best_checkpoint_of_another_trainers_run_is_refused(tmp_path: Path) 
     saving = stateful(tmp_path)[1]
     first = fit(Scripted(FIRST_FOLD), tmp_path, 2, [saving])
     fit(Scripted(SECOND_FOLD), tmp_path, 2, [saving])
-    with pytest.raises(ConfigurationError, match="used by another Trainer"):
+    with pytest.raises(ConfigurationError, match="another Trainer has since used the ModelCheckpoint"):
         first.validate(dataloaders=numbers(4, 4), ckpt_path="best")
     only_tests = Trainer(callbacks=saving, logger=False, enable_progress_bar=False, accelerator="cpu")
     task = Scripted(SECOND_FOLD)

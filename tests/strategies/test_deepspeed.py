@@ -377,7 +377,7 @@ def refusals(directory: Path) -> dict[str, str]:
         ("L-BFGS", "a closure"),
         ("two models at stage 0", "Use stage 1, 2 or 3, or combine the models in one module"),
         ("unprepared", "was not prepared together with its model"),
-        ("moe", "no module of such a class. Did you mean 'Mixture'?"),
+        ("moe", "no module of this class. Did you mean 'Mixture'?"),
         ("nvme", "async_io"),
     ],
 )

@@ -157,11 +157,11 @@ REFUSED = {
     "mask": r"got a mask of shape \(4, 4\).*Pass is_causal=True",
     "dropout": r"dropout_p=0.1",
     "lengths": r"as many queries as keys, got 4 and 2",
-    "module": r"nn.MultiheadAttention.*does not support nn.MultiheadAttention",
+    "module": r"does not support nn.MultiheadAttention and nn.Transformer",
     "odd": r"Sequences of 6 tokens cannot be split over cp=2 processes, which needs a multiple of 4. Pad them to 8",
     "shapes": r"tensors of the shapes \(2, 4\), \(2, 8\)..*cp_shard_batch",
-    "numbers": r"got 2 buffers and 1 dimensions",
-    "strangers": r"no_restore_buffers has 1 tensors that are not among the buffers",
+    "numbers": r"there are 2 buffers and 1 dimensions",
+    "strangers": r"1 tensors of no_restore_buffers are not in buffers",
     "no attention": r"nothing called torch.nn.functional.scaled_dot_product_attention",
 }
 

@@ -80,9 +80,9 @@ OPTIONS = [
     ({"dp_shard": -2}, "dp_shard must be a whole number of processes, at least 1, or -1, got -2"),
     ({"tp": 2}, "tp=2 needs a plan of the layers to split. Set tp_plan="),
     ({"tp": 2, "tp_plan": "model"}, "tp_plan must be a mapping of patterns to styles, or 'auto', got 'model'"),
-    ({"loss_parallel": True}, "loss_parallel=True splits the loss over tp processes, but tp=1"),
+    ({"loss_parallel": True}, "loss_parallel=True requires tp > 1"),
     ({"cp": 2, "pp": 2}, "cp=2 and pp=2 cannot be combined yet"),
-    ({"pp_schedule": "gpipe"}, "pp=1: pp_schedule"),
+    ({"pp_schedule": "gpipe"}, r"\(pp_schedule\) require pp > 1"),
     ({"dp_shards": 2}, "Parallel has no option 'dp_shards'.*Did you mean 'dp_shard'"),
     ({"replicate_size": 2}, "Parallel has no option 'replicate_size'"),
 ]

@@ -85,7 +85,7 @@ def test_parameters_go_to_the_stage_that_began_last_before_them():
     ("splits", "message"),
     [
         (["layers.9"], "not a module of GPT"),
-        (["layers"], "Name the block in it with which a stage begins, such as layers.0"),
+        (["layers"], "Use the first block of the stage instead, such as layers.0"),
         (["layers.3", "layers.1"], "in the order in which they are registered"),
     ],
 )
@@ -395,7 +395,7 @@ REFUSED = [
     (Backwards, r"Backwards uses layers.3.* in stage 0, but the order .* places it on stage 1"),
     (
         Repeats,
-        r"first modules of its stages once each and in this order: \['layers.2'\]. But layers.2 was called in stage 1",
+        r"first modules of its stages once each and in the order \['layers.2'\], but it called layers.2 in stage 1",
     ),
     (Checkpoints, r"layers.2, the first module of a stage, through torch.utils.checkpoint"),
     (LooksAtValues, r"cannot run on shapes alone.* must not depend on the values"),

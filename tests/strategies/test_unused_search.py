@@ -197,7 +197,7 @@ def test_a_parameter_that_takes_part_later_is_an_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"find_unused_parameters": "yes"}, "use True, False or"),
+        ({"find_unused_parameters": "yes"}, "must be True, False or"),
         ({"find_unused_parameters": "auto", "static_graph": True}, "cannot be combined with static_graph=True"),
         ({"find_unused_parameters": "auto", "comm_hook": "powersgd"}, "cannot be combined with comm_hook='powersgd'"),
     ],

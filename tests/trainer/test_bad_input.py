@@ -61,7 +61,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("time", {"max_time": "an hour"}, ["max_time='an hour'", "timedelta", "DD:HH:MM:SS"]),
     ("time of nonsense", {"max_time": {"fortnights": 1}}, ["fortnights", "timedelta"]),
     ("epochs", {"max_epochs": -2}, ["max_epochs=-2", "-1"]),
-    ("half an epoch", {"max_epochs": 1.5}, ["max_epochs=1.5", "whole number"]),
+    ("half an epoch", {"max_epochs": 1.5}, ["max_epochs=1.5", "non-negative integer"]),
     ("steps", {"max_steps": "100"}, ["max_steps='100'"]),
     ("accumulation", {"accumulate_grad_batches": 0}, ["accumulate_grad_batches=0", "at least 1"]),
     ("clipping", {"gradient_clip_val": -1.0}, ["gradient_clip_val=-1.0"]),
@@ -246,7 +246,7 @@ CONFIGURED: list[tuple[str, Callable[[Weight, SGD], Any], list[str]]] = [
     ("a scheduler of nothing", lambda t, o: [[o], [3]], ["step()", "int"]),
     ("an unwatched plateau", lambda t, o: plateau(o), ["ReduceLROnPlateau", "'monitor'"]),
     ("an unlogged monitor", lambda t, o: plateau(o, monitor="val_lost"), ["'val_lost'", "val_loss", "strict=False"]),
-    ("an emptied optimizer", lambda t, o: o.param_groups[0]["params"].clear() or o, ["SGD holds no parameters"]),
+    ("an emptied optimizer", lambda t, o: o.param_groups[0]["params"].clear() or o, ["SGD has no parameters"]),
 ]
 
 

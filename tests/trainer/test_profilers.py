@@ -200,7 +200,7 @@ def test_a_profiler_is_given_by_name_or_as_it_is(given: Any, expected: type[Prof
 
 @pytest.mark.parametrize("given", ["simpel", 3, SimpleProfiler])
 def test_anything_else_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"profiler=.*: give one of 'simple', 'advanced', 'pytorch', 'xla'"):
+    with pytest.raises(ConfigurationError, match=r"profiler=.* Use one of 'simple', 'advanced', 'pytorch', 'xla'"):
         Trainer(profiler=given, logger=False)
 
 

@@ -214,7 +214,9 @@ class DDP(Strategy, JoinsUnevenInputs):
             )
         _refuse_hooks(comm_hook, comm_hook_options, comm_wrapper)
         if find_unused_parameters not in (True, False, "auto"):
-            raise ConfigurationError(f'find_unused_parameters={find_unused_parameters!r}: use True, False or "auto".')
+            raise ConfigurationError(
+                f'find_unused_parameters must be True, False or "auto", got {find_unused_parameters!r}.'
+            )
         self._ends_search = find_unused_parameters == "auto"
         if self._ends_search and (static_graph or comm_hook not in (None, "fp16", "bf16")):
             beside = "static_graph=True" if static_graph else f"comm_hook={comm_hook!r}"

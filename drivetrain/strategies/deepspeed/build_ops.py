@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     unknown = [name for name in given.names if name not in BUILDERS]
     if unknown:
-        parser.error(f"unknown operator {unknown[0]!r}; allowed: {', '.join(BUILDERS)}")
+        parser.error(f"Unknown operator {unknown[0]!r}. Allowed: {', '.join(BUILDERS)}.")
     kind = "cpu" if os.environ.get("DRIVETRAIN_USE_CPU") else detect_device_kind().name
     for name in BUILDERS if given.status else given.names or ([SHARED_MEMORY] if kind == "cpu" else []):
         if not given.status:

@@ -101,7 +101,7 @@ def _truth(key: str, value: Any) -> bool:
         return True
     if text in ("false", "0", "no"):
         return False
-    raise ConfigurationError(f"{key}={value!r}: give true or false.")
+    raise ConfigurationError(f"{key}={value!r} is not valid. Use true or false.")
 
 
 # The package deepspeed: whether it is there, and how it is imported
@@ -253,7 +253,7 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
         found = json.loads(source)
     except OSError as error:
         raise ConfigurationError(
-            f"config={text!r} cannot be read as a DeepSpeed configuration: {error.strerror}. Give the path of a JSON "
+            f"config={text!r} cannot be read as a DeepSpeed configuration: {error.strerror}. Pass the path of a JSON "
             "file, or a dict.",
         ) from error
     except (ValueError, RecursionError) as error:
@@ -316,7 +316,7 @@ def complete(config: Config, known: Known) -> Config:
     left = sorted(_autos(done))
     if left:
         raise ConfigurationError(
-            f"The DeepSpeed configuration has 'auto' for {', '.join(left)}, which cannot be filled in. Set values.",
+            f"The DeepSpeed configuration has 'auto' for {', '.join(left)}, which cannot be filled in. Set them.",
         )
     return done
 

@@ -107,7 +107,7 @@ class Participation:
         frozen = [name for name in late if name in self._froze]
         if frozen:
             raise ConfigurationError(
-                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without a "
+                f"Parameters were frozen and are trained again: {listed(frozen)}. {text} Use an optimizer without a "
                 f"step count (SGD), or {_ELSEWHERE}.",
             )
         _log.warning_once(f"{text} Results differ from those of a single process. To avoid this, {_ELSEWHERE}.")
@@ -267,7 +267,7 @@ class Engines:
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
-                f"{type(model).__name__} has no DeepSpeed engine, because it was not prepared with an optimizer.",
+                f"{type(model).__name__} has no DeepSpeed engine. Pass it to prepare() together with its optimizer.",
             )
         return trained
 
@@ -355,7 +355,7 @@ class EngineOptimizer(OptimizerProxy):
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
             f"A parameter group was added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
-            "DeepSpeed cannot train additional parameters after prepare. Give all groups to the optimizer before "
+            "DeepSpeed cannot train additional parameters after prepare. Pass all groups to the optimizer before "
             'prepare, or use strategy="ddp" or "fsdp".',
         )
 
@@ -363,7 +363,7 @@ class EngineOptimizer(OptimizerProxy):
 def _refuse_changed_groups(*_: Any) -> NoReturn:
     raise ConfigurationError(
         "Parameters were added to or removed from the optimizer's param_groups after prepare, which DeepSpeed would "
-        'ignore. Give all groups to the optimizer before prepare, or use strategy="ddp" or "fsdp".',
+        'ignore. Pass all groups to the optimizer before prepare, or use strategy="ddp" or "fsdp".',
     )
 
 

@@ -197,7 +197,7 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> list[Path]:
         # Below stage 3, one file without a rank holds the model states of all processes.
         found.append((int(match["rank"] or 0), path))
     if any(folder.glob("*expert_*_states.pt")):
-        raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not supported.")
+        raise CheckpointError(f"{folder} holds experts of a DeepSpeed MoE layer, which is not supported.")
     return [path for _, path in sorted(found)]
 
 

@@ -274,8 +274,8 @@ class DeepSpeed(Configured):
         if len(optimizers) > 1:
             raise ConfigurationError(
                 f"DeepSpeed supports one optimizer per model, but {len(optimizers)} hold parameters of this "
-                f"{type(self.unwrap(model)).__name__}. Use one optimizer with several parameter groups, give each "
-                "optimizer a model of its own (Accelerator.prepare), or use another strategy.",
+                f"{type(self.unwrap(model)).__name__}. Use one optimizer with several parameter groups, prepare "
+                "a separate model for each optimizer (Accelerator.prepare), or use another strategy.",
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
         if needs_closure(optimizer):
@@ -341,7 +341,7 @@ class DeepSpeed(Configured):
             name = given if isinstance(given, str) else given.__name__
             if name not in classes:
                 raise ConfigurationError(
-                    f"moe_layers names {name!r}, but the model has no module of such a class.{nearest(name, classes)} "
+                    f"moe_layers names {name!r}, but the model has no module of this class.{nearest(name, classes)} "
                     f"It has: {', '.join(sorted(classes))}.",
                 )
             chosen.append(classes[name])

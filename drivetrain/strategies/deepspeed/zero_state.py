@@ -85,8 +85,8 @@ def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any
     missing = [name for name in missing if name not in state or name not in partitioned]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"The weights do not fit {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, unexpected "
-            f"{sorted(unexpected)[:8]}."
+            f"The weights do not match {type(trained.bare).__name__}. Missing: {sorted(missing)[:8]}. Unexpected: "
+            f"{sorted(unexpected)[:8]}. To load the others, use strict=False."
         )
     done: set[int] = set()
     for name, value in own.items():
@@ -104,8 +104,8 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
     for name, parameter in parameters.items():
         if name in state and tuple(state[name].shape) != tuple(parameter.ds_shape):
             raise CheckpointError(
-                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but {tuple(parameter.ds_shape)} "
-                "in the model."
+                f"Shape mismatch for {name!r}: {tuple(state[name].shape)} in the checkpoint, but "
+                f"{tuple(parameter.ds_shape)} in the model. Build the model with the sizes of the saved one."
             )
 
 

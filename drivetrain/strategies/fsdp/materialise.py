@@ -219,8 +219,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
     left_over = sorted(set(files) - {name for names, _ in wanted for name in names})
     if strict and (missing or left_over):
         raise CheckpointError(
-            f"{place} does not contain the weights of this model: not in it: {missing[:8]}; only in it: "
-            f"{left_over[:8]}. Build the model as it was when the weights were saved, or use strict=False."
+            f"The weights in {place} do not match the model. Missing: {missing[:8]}. Unexpected: {left_over[:8]}. "
+            "Build the model as it was when the weights were saved, or use strict=False."
         )
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, tensor in pairs:
@@ -266,7 +266,7 @@ def _read(file: Path, held: Iterable[tuple[str, Tensor]]) -> None:
             part: Any = opened.get_slice(name)
             if tuple(part.get_shape()) != tuple(tensor.shape):
                 raise CheckpointError(
-                    f"{file}: {name} has shape {tuple(part.get_shape())}, but {tuple(tensor.shape)} in the model."
+                    f"Shape mismatch for {name!r}: {part.get_shape()} in {file}, but {list(tensor.shape)} in the model."
                 )
             if not isinstance(tensor, DTensor):
                 tensor.copy_(opened.get_tensor(name))

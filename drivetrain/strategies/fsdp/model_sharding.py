@@ -329,7 +329,7 @@ class ModelSharder:
             for name in self.options.forward_methods:
                 if not hasattr(bare, name):
                     raise ConfigurationError(
-                        f"{type(bare).__name__} has no method {name!r}, which forward_methods names."
+                        f"forward_methods contains {name!r}, but {type(bare).__name__} has no such method. Remove it."
                     )
                 if isinstance(bare, FSDPModule):
                     register_fsdp_forward_method(bare, name)

@@ -115,8 +115,8 @@ def check_fits(what: str, size: int, argument: str, parts: int) -> None:
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
-            f"{what}={size} is not a multiple of {argument}, {parts}. {argument} can be {_listed(fits)}, or set "
-            f"{what} to {_near_multiples(size, parts)}.",
+            f"{what}={size} is not a multiple of {argument}, which is {parts}. Set {argument} to {_listed(fits)}, "
+            f"or {what} to {_near_multiples(size, parts)}.",
         )
 
 

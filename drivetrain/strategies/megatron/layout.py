@@ -54,7 +54,7 @@ class Entry:
         """
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
-                f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} in the model."
+                f"Shape mismatch for {self.name!r}: {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
             )
         with torch.no_grad():
             for place, view in self.pieces(like):

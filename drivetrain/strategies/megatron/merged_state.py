@@ -84,8 +84,8 @@ class MergedState(ModelState):
         unexpected = [name for name in given if name not in placed.layout.names and name not in around]
         if strict and (missing or unexpected):
             raise CheckpointError(
-                f"The weights do not fit {type(placed.owner).__name__}: missing {missing[:8]}, unexpected "
-                f"{unexpected[:8]}."
+                f"The weights do not match {type(placed.owner).__name__}. Missing: {missing[:8]}. Unexpected: "
+                f"{unexpected[:8]}. To load the others, use strict=False."
             )
         kept = None if placed.optimizer is None else ParameterState(placed.optimizer)
         for entry in placed.layout.entries:
@@ -232,7 +232,7 @@ def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):
         raise CheckpointError(
-            f"{os.fspath(directory)} holds no checkpoint in megatron-core's own format. Give the directory that "
+            f"{os.fspath(directory)} holds no checkpoint in megatron-core's own format. Pass the directory that "
             "save_native wrote. For checkpoints of a Trainer, use Trainer.fit(resume=...)."
         )
     state: dict[str, Any] = dist_checkpointing.load(_sharded(placed, is_loading=True), os.fspath(directory))

@@ -103,7 +103,7 @@ class PlacedModel:
         """Task that contains the model. Raises `ConfigurationError` if its class is not a `MegatronTask`."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
-                f"{type(self.owner).__name__} is not a MegatronTask, whose forward_step a schedule calls.",
+                f"{type(self.owner).__name__} is not a MegatronTask, so it has no forward_step. Subclass MegatronTask.",
                 see="megatron.md",
             )
         return self.owner
@@ -160,7 +160,7 @@ class PlacedModels:
         """Return the `PlacedModel` of a module. Raises `ConfigurationError` if the module was not prepared."""
         placed = self.find(model)
         if placed is None:
-            raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
+            raise ConfigurationError(f"{type(model).__name__} is not prepared. Pass it to Accelerator.prepare() first.")
         return placed
 
 
@@ -301,7 +301,7 @@ class Schedule:
         if loss is None:
             raise ConfigurationError(
                 f"{type(self._placed.owner).__name__}.training_step returned no loss, but a pipeline schedule runs "
-                "backward for every micro-batch. To leave a micro-batch out, return a loss of zero, such as loss * 0.",
+                "backward for every micro-batch. To skip a micro-batch, return a loss of zero, such as loss * 0.",
             )
         return loss
 

@@ -146,13 +146,13 @@ def split_in_place(
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(
-            f"buffer_seq_dims must have the sequence dimension of each buffer, got {len(buffers)} buffers and "
+            f"buffer_seq_dims must list one dimension for each buffer, but there are {len(buffers)} buffers and "
             f"{len(dims)} dimensions.",
         )
     kept = {id(buffer) for buffer in keep}
     unknown = kept - {id(buffer) for buffer in buffers}
     if unknown:
-        raise ConfigurationError(f"no_restore_buffers has {len(unknown)} tensors that are not among the buffers.")
+        raise ConfigurationError(f"{len(unknown)} tensors of no_restore_buffers are not in buffers. Remove them.")
     parts = [shard.split(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
     whole = [buffer.data for buffer in buffers]
     for buffer, part in zip(buffers, parts, strict=True):

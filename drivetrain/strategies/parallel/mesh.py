@@ -53,7 +53,7 @@ class MeshSizes:
             if world_size % others:
                 raise ConfigurationError(
                     f"{asked} needs a multiple of {others} processes, but there are {world_size}. Start another "
-                    "number of processes, or choose sizes that divide it.",
+                    "number of processes, or choose sizes that divide this number.",
                 )
             return replace(self, dp_shard=world_size // others)
         if others != world_size:

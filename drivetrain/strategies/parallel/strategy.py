@@ -271,7 +271,7 @@ def _check_options(
     if plan is not None and not isinstance(plan, str | Mapping):
         raise ConfigurationError(f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.")
     if loss_parallel and sizes.tp == 1:
-        raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.")
+        raise ConfigurationError("loss_parallel=True requires tp > 1. Set tp, or remove loss_parallel.")
     if sizes.cp > 1 and sizes.pp > 1:
         raise ConfigurationError(
             f"cp={sizes.cp} and pp={sizes.pp} cannot be combined yet, because pipeline stages exchange full "
@@ -279,7 +279,7 @@ def _check_options(
         )
     if pipeline and sizes.pp == 1:
         given = ", ".join(f"pp_{name}" for name in pipeline)
-        raise ConfigurationError(f"Pipeline options need pp of 2 or more, but pp=1: {given}.")
+        raise ConfigurationError(f"Pipeline options ({given}) require pp > 1. Set pp, or remove these options.")
     allowed = [name for name in inspect.signature(FSDP.__init__).parameters if name not in ("self", "replicate_size")]
     for name in rest:
         if name not in allowed:

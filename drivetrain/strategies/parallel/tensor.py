@@ -230,7 +230,7 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
         for what, size in _split_sizes(match):
             if size % count:
                 raise ConfigurationError(
-                    f"{match.name!r} has {what} {size}, which is not divisible by tp={count}. Choose another tp, "
+                    f"{match.name!r} has {what}={size}, which is not divisible by tp={count}. Choose another tp, "
                     f"change the size (for example to {-(-size // count) * count}), or remove it from the plan.",
                 )
         if isinstance(match.style, ColwiseParallel):

@@ -173,7 +173,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
                 gradient = parameter.grad
                 local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 if local.dtype == torch.float16 and not allow_fp16:
-                    raise ValueError("Attempting to unscale FP16 gradients.")
+                    raise ValueError("Attempting to unscale FP16 gradients. Keep trainable weights in float32.")
                 if local.numel():
                     groups.setdefault((local.device, local.dtype), []).append(local)
         flags = {found_inf.device: found_inf}

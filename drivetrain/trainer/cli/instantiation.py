@@ -208,14 +208,14 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
         found = getattr(importlib.import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"The hyper-parameters name {path!r} for {name}. It cannot be imported: {error}. Pass an object yourself."
+            f"The checkpoint names {path!r} for {name}, which cannot be imported: {error}. Pass an object instead."
         ) from None
     # Not `issubclass`, which a metaclass of the imported class could override.
     if isinstance(found, type) and any(base in found.__mro__ for base in bases):
         return found
     raise CheckpointError(
-        f"The hyper-parameters name {path!r} for {name}. It is not called, because it is no subclass of "
-        f"{' or '.join(base.__name__ for base in bases)}. Pass an object yourself."
+        f"The checkpoint names {path!r} for {name}, which is not called, because it is not a subclass of "
+        f"{' or '.join(base.__name__ for base in bases)}. Pass an object instead."
     )
 
 

@@ -527,7 +527,7 @@ class PredictionLoop:
                     hook(batch, feed.index)
                 output = self._step(batch, feed.index, *extra)
                 if output is None and self._keep:
-                    logger.warning_once("predict_step returned None for a batch. The batch has no prediction.")
+                    logger.warning_once("predict_step returned None for a batch, so this batch has no prediction.")
                 for hook in on_end:
                     hook(output, feed.batch, feed.index)
                 trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)

@@ -239,7 +239,7 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
         return duration.part_of(Duration(trainer.max_time.total_seconds(), Unit.SECONDS))
     raise ConfigurationError(
         f"{name} is {duration}, but the length of the run is unknown. Set max_duration, max_epochs, max_steps or "
-        f"max_time on the Trainer, or give {name} in steps, samples or seconds.",
+        f"max_time on the Trainer, or set {name} in steps, samples or seconds.",
     )
 
 
@@ -269,7 +269,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
         elif progress.total_batches and not progress.count(unit):
             raise ConfigurationError(
                 f"A setting of this run is in {unit}, but the run that it resumes did not count {unit} in its first "
-                f"{progress.global_step} steps. Give the setting in steps, epochs or time instead.",
+                f"{progress.global_step} steps. Use steps, epochs or time instead.",
             )
         else:
             found.append(kind(trainer, task))
@@ -368,7 +368,7 @@ class _Samples:
         if missing:
             raise DataError(
                 "Samples cannot be counted, because the number of rows of a batch is unknown. The batch has a custom "
-                "type, or combines loaders with different batch sizes. Give settings in steps, epochs or time instead."
+                "type, or combines loaders with different batch sizes. Use steps, epochs or time in settings instead."
             )
         return int(total) // self._copies
 

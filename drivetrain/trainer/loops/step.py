@@ -62,8 +62,8 @@ class StepOutput:
             "In a dict, the 'loss' key needs to be present" if is_dict else "It must return a Tensor, a dict, or None"
         )
         raise ConfigurationError(
-            f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
-            "to skip the batch.",
+            f"{self._step} returned {given}. {rule}. Return the loss as a scalar tensor, a dict with the key 'loss', "
+            "or None to skip the batch.",
         )
 
     def check_of_manual(self, output: Any) -> None:

@@ -470,7 +470,7 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
     word = "mean" if word == "avg" else word
     if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
         raise ConfigurationError(
-            f"log({name!r}, reduce_fx={reduce_fx!r}) is unknown. Allowed are {', '.join(REDUCTIONS)} or a function of "
+            f"log({name!r}, reduce_fx={reduce_fx!r}) is not valid. Allowed: {', '.join(REDUCTIONS)} or a function of "
             f"the stacked values.{nearest(word, REDUCTIONS)}",
         )
     return word
@@ -734,7 +734,7 @@ class LoggedValues:
         Raises:
             ConfigurationError: The name belongs to another loader.
         """
-        raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Use add_dataloader_idx=True.")
+        raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Set add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
         if not self._has_trackers():

@@ -37,7 +37,7 @@ class Actions:
         if profiler is not None and barebones:
             raise ConfigurationError(
                 f"Trainer(barebones=True, profiler={profiler!r}) is not possible: a barebones run measures nothing. "
-                "Leave out one of the two.",
+                "Remove one of the two.",
             )
         self._trainer = trainer
         self.profiler = PassThroughProfiler() if profiler is None else make_profiler(profiler)

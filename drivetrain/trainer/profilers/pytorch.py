@@ -83,11 +83,11 @@ class PyTorchProfiler(Profiler):
         unknown = profiler_kwargs.keys() - inspect.signature(profile.__init__).parameters.keys()
         if unknown:
             raise ConfigurationError(
-                f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. Allowed are "
+                f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. Allowed: "
                 f"{', '.join(list(inspect.signature(profile.__init__).parameters)[1:])}.",
             )
         if emit_nvtx and detect_device_kind().name != "cuda":
-            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) requires an NVIDIA GPU. Leave emit_nvtx out.")
+            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) requires an NVIDIA GPU. Remove emit_nvtx.")
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key = row_limit, sort_by_key

@@ -629,16 +629,16 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
             )
         if trainer.control.reason is not None and callback.run_identity not in (None, trainer.control.identity):
             raise ConfigurationError(
-                f"{given!r}: the ModelCheckpoint has since been used by another Trainer, so it refers to the "
+                f"{given!r} is ambiguous: another Trainer has since used the ModelCheckpoint, so it refers to the "
                 "checkpoints of that Trainer. Use one ModelCheckpoint per Trainer, or pass the checkpoint's path.",
             )
         found = getattr(callback, f"{given}_model_path")
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best': the ModelCheckpoint is not configured to save the best checkpoint (save_top_k=0)."
+                    "There is no best checkpoint, because the ModelCheckpoint has save_top_k=0. Set save_top_k=1."
                 )
-            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved a checkpoint yet.")
+            raise ConfigurationError(f"{given!r} was given, but the ModelCheckpoint has saved no checkpoint yet.")
         return str(found)
     if given != "auto":
         return os.fspath(given)

@@ -160,8 +160,8 @@ class _Trials:
         if lacking is not None:
             self.ended = f"Memory is not enough for {lacking}."
         elif fitting and rows is not None and fitting >= rows:
-            self.ended = f"It is greater or equal than the length of the data, {rows} rows per process."
-            logger.info("The batch size %d is greater or equal than the length of the data, %d rows.", fitting, rows)
+            self.ended = f"It is not less than the length of the data, {rows} rows per process."
+            logger.info("The batch size %d is not less than the length of the data (%d rows).", fitting, rows)
         elif fitting >= self._tried.max_val:
             self.ended = f"No larger one was tried (max_val={self._tried.max_val})."
         else:

@@ -241,8 +241,8 @@ class Tuning:
         if attribute.is_twice_in_task:
             name = type(task).__name__
             warnings.warn(
-                f"{name} has both an attribute {attribute.name} and a hyper-parameter of that name; the search "
-                "changes both.",
+                f"{name} has both an attribute {attribute.name} and a hyper-parameter of that name. The search "
+                "changes both. Remove one of them.",
                 stacklevel=3,
             )
 

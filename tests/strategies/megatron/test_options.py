@@ -52,10 +52,10 @@ def test_sizes_that_do_not_fit_the_processes_are_refused(given: dict[str, Any], 
             "num_layers",
             6,
             4,
-            "num_layers=6 is not a multiple of p, 4. p can be 1, 2, 3 or 6, or set num_layers to 4 or 8",
+            "num_layers=6 is not a multiple of p, which is 4. Set p to 1, 2, 3 or 6, or num_layers to 4 or 8",
         ),
-        ("num_attention_heads", 5, 2, "p can be 1 or 5, or set num_attention_heads to 4 or 6"),
-        ("num_query_groups", 1, 2, "p can be 1, or set num_query_groups to 2"),
+        ("num_attention_heads", 5, 2, "Set p to 1 or 5, or num_attention_heads to 4 or 6"),
+        ("num_query_groups", 1, 2, "Set p to 1, or num_query_groups to 2"),
     ],
 )
 def test_sizes_of_the_model_are_named_with_what_would_fit(what: str, size: int, parts: int, message: str) -> None:

@@ -218,13 +218,13 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         {"pipeline_parallel": 2, "virtual_pipeline": 3},
         GPT,
         {},
-        "num_layers=4 is not a multiple of pipeline_parallel x virtual_pipeline, 6",
+        "num_layers=4 is not a multiple of pipeline_parallel x virtual_pipeline, which is 6",
     ),
     "heads": (
         {"tensor_parallel": 2},
         lambda: GPT(num_attention_heads=1),
         {},
-        "num_attention_heads=1 is not a multiple of tensor_parallel, 2. tensor_parallel can be 1, or set",
+        "num_attention_heads=1 is not a multiple of tensor_parallel, which is 2. Set tensor_parallel to 1, or",
     ),
     "query groups": ({"tensor_parallel": 2}, lambda: GPT(num_query_groups=1), {}, "num_query_groups=1 is not a mul"),
     "vocabulary": (

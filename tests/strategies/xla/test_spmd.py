@@ -267,7 +267,7 @@ def refuse() -> dict[str, str]:
         ("sizes", "do not multiply to the 4 XLA device(s) of this process. Sizes that fit: 1, 2, 4"),
         ("style", "assigns the style ColwiseParallel to '2', a LayerNorm"),
         ("pattern", "tp_plan has patterns that match no module of Sequential: '9'"),
-        ("width", "'0' has out_features 7, which is not divisible by tp=2"),
+        ("width", "'0' has out_features=7, which is not divisible by tp=2"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(what: str, said: str) -> None:

@@ -89,8 +89,8 @@ def choose_splits(
     }
     if not lists:
         raise ConfigurationError(
-            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to split into {count} stages. Name "
-            f"the modules with which stages begin: {argument}=[...].",
+            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to split into {count} stages. "
+            f"List the first module of each later stage: {argument}=[...].",
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -129,7 +129,7 @@ def _splits_between(
         hint = f" It has no {unknown[0]!r}.{nearest(unknown[0], found)}" if unknown else ""
         raise ConfigurationError(
             f"{type(module).__name__} has {len(names)} modules of the classes {list(classes)}, too few for {count} "
-            f"stages.{hint} Name classes of blocks that repeat, or the modules with which stages begin.",
+            f"stages.{hint} Use the classes of repeated blocks, or the name of the first module of each stage.",
         )
     return tuple(names[begin] for begin in _even_begins(sizes, count))
 
@@ -178,8 +178,8 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
             )
         if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
-                f"{argument} names {name!r}, a container that is never called. Name the block in it with which a "
-                f"stage begins, such as {name}.0.",
+                f"{argument} names {name!r}, a container that is never called. Use the first block of the stage "
+                f"instead, such as {name}.0.",
             )
     order = [known.index(name) for name in splits]
     if order != sorted(set(order)):
@@ -355,8 +355,8 @@ class ModelOutline:
             return copy.deepcopy(module, memo)
         except Exception as error:
             raise ConfigurationError(
-                f"{self._name} cannot be copied, which is necessary to find its stages: {type(error).__name__}: "
-                f"{error}. Move what cannot be copied out of the module that is split.",
+                f"{self._name} cannot be copied, which is necessary to find its stages ({type(error).__name__}: "
+                f"{error}). Move objects that cannot be copied out of the module that is split.",
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
@@ -377,8 +377,8 @@ class ModelOutline:
                 raise
             except Exception as error:
                 raise ConfigurationError(
-                    f"The forward of {self._name} cannot run on shapes alone, which is necessary to find its stages: "
-                    f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors.",
+                    f"The forward of {self._name} cannot run on shapes alone, which is necessary to find its stages "
+                    f"({type(error).__name__}: {str(error)[:400]}). It must not depend on the values in its tensors.",
                 ) from error
             finally:
                 for remove in removals:
@@ -525,7 +525,7 @@ class _Trace(TorchDispatchMode):
                     entry.received.append(leaf)
                 entry.places.append(numbers[id(leaf)])
             if not entry.received:
-                raise ConfigurationError(f"{name} receives nothing from the previous stage, so none can begin there.")
+                raise ConfigurationError(f"No stage can begin at {name}, which receives nothing from the previous one.")
             self._entries[stage] = entry
             self._stage = stage
             # Values of earlier stages enter this one only through received tensors, which have no history.
@@ -541,8 +541,8 @@ class _Trace(TorchDispatchMode):
         if self._stage != stage - 1:
             order = list(self._layout.splits)
             raise ConfigurationError(
-                f"{self._name} must call the first modules of its stages once each and in this order: {order}. But "
-                f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
+                f"{self._name} must call the first modules of its stages once each and in the order {order}, but it "
+                f"called {name} in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
             )
         if _is_checkpointed():
             raise ConfigurationError(

@@ -115,8 +115,8 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
     outside = [n for n, p in bare.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise ConfigurationError(
-            f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is split into "
-            "stages and sharded. Move it inside, or use a pipeline without data parallelism.",
+            f"Trainable parameters ({', '.join(outside[:4])}) are outside of {type(whole).__name__}, which is split "
+            "into stages and sharded. Move them into this module, or use a pipeline without data parallelism.",
         )
 
 
@@ -188,8 +188,8 @@ class ModelCalls:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(
-                    f"An argument of {self.name} requires gradients, so it was computed from parameters outside of "
-                    "it, where a pipeline has no stage. Move this computation into the module that is split.",
+                    f"An argument of {self.name} requires gradients, so it depends on parameters outside of it, "
+                    "which no pipeline stage holds. Move this computation into the module that is split.",
                 )
         return Call(args, kwargs, self._route(args, kwargs))
 

@@ -115,7 +115,7 @@ class TrainingWindow:
             called = self._calls.was_called
         loss, self._loss = self._loss, None
         if not called:
-            raise ConfigurationError(f"training_step did not call {self._calls.name} the second time it ran.")
+            raise ConfigurationError(f"training_step must call {self._calls.name} each time it runs.")
         if loss is None and result is not None:
             raise ConfigurationError(
                 "training_step returned a loss, but its backward did not run through the strategy. In a pipeline, a "
@@ -127,7 +127,7 @@ class TrainingWindow:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
         if kwargs:
-            raise ConfigurationError(f"A pipeline runs backward itself and accepts no {', '.join(kwargs)}.")
+            raise ConfigurationError(f"The backward of a pipeline does not accept {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         self._loss = loss

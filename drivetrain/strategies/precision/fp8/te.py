@@ -178,7 +178,7 @@ def _restore(layer: str, module: Any, saved: dict[str, dict[str, Tensor]]) -> No
             target: Tensor = getattr(module.fp8_meta[key], name)
             if target.shape != value.shape:
                 raise CheckpointError(
-                    f"The {name} of layer {layer!r} has shape {tuple(value.shape)} in the checkpoint, but "
+                    f"Shape mismatch for {name} of layer {layer!r}: {tuple(value.shape)} in the checkpoint, but "
                     f"{tuple(target.shape)} in this run. Use the amax_history_len of the saved run."
                 )
             target.copy_(value)
