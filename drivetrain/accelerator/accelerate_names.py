@@ -285,7 +285,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the `Strategy` that an Accelerator's plugins configure, or None if no plugin is given.
+    """Return the `Strategy` for the plugins that were passed to `Accelerator`. None without plugins.
 
     Args:
         fsdp: The FSDP plugin, or its configuration.
@@ -888,7 +888,6 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """Keyword arguments for the `Parallel` strategy from the launcher's settings, without the mesh sizes."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
@@ -911,7 +910,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy that a script's plugins configure. The launcher's settings fill options left unset.
+        """Return the strategy for the given plugins. Options they leave unset come from the launcher.
 
         Returns None if all plugins are None.
         """
@@ -986,7 +985,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Return one strategy for each named plugin in `deepspeed_plugins`, as a dict with the same keys."""
+        """Return a DeepSpeed strategy for each plugin in the `deepspeed_plugins` dict, by its name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

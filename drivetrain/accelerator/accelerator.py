@@ -684,7 +684,6 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Return a context manager that profiles its body, and writes a trace file for each process on request."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler

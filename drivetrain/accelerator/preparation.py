@@ -292,7 +292,7 @@ class PrecisionForward:
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Make a module's `forward` run in a precision, for example under autocast. Replaces an earlier precision."""
+    """Make a module's `forward` run in a precision, such as under autocast. Replaces an earlier wrapping."""
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
@@ -823,7 +823,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the `torch.compile` wrapper of the user's module `bare` within a prepared model, or None."""
+    """Find the `torch.compile` wrapper around the user's module `bare` in a prepared model. None if not compiled."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

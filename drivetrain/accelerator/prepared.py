@@ -189,7 +189,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """The prepared data loaders that are being iterated, from the outermost to the innermost loop, after a None."""
+        """The data loaders being iterated, outermost first, in a list that begins with None (for no loop)."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
@@ -436,7 +436,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Count the next micro-batch of a step whose number of micro-batches was set by `begin`."""
+        """Count the next micro-batch of a step of planned size, and set `sync_gradients` at its last one."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -444,7 +444,7 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """End a loop that counts its steps with `begin`. The next step clears gradients of an unfinished one."""
+        """End a loop of steps planned with `begin`. Gradients of an unfinished step are cleared later."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
@@ -587,7 +587,7 @@ def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedSchedu
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a learning-rate scheduler to parameter groups that were added to its optimizer later.
+    """Extend a learning-rate scheduler to cover parameter groups that were added to its optimizer later.
 
     A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
     this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
@@ -601,7 +601,7 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Make a scheduler continue from the learning rate that the user has set in the parameter group `number`."""
+    """Make a scheduler continue from a learning rate that the user has set in parameter group `number`."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)
@@ -625,7 +625,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and all schedulers inside of it, as a `SequentialLR` contains several."""
+    """Yield a scheduler and, if it is made of others such as `SequentialLR`, all schedulers inside it."""
     yield scheduler
     # Torch 2.13 has no public name for these schedulers.
     for part in vars(scheduler).get("_schedulers", ()):

@@ -54,7 +54,7 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Return True if any process passes a weight with its first loss. All processes must call this method.
+        """Decide whether losses are weighted: True if any process gives its first loss a weight.
 
         Called once, at the first loss, because the answer needs communication.
 
@@ -75,7 +75,7 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Scale one micro-batch's loss sum for the backward pass, and add its weight to the step's total.
+        """Return a micro-batch's loss, scaled as its part of the step's weighted mean. Records the weight.
 
         Args:
             loss: The sum of this micro-batch's losses.
@@ -93,7 +93,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Let this process take part in the sum of loss weights, even if none of its own losses has a weight."""
+        """Expect weighted losses in this step. `finish` then adds the weights of all processes."""
         self._weights.clear()
         self.pending = True
 
@@ -250,7 +250,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager for trial steps. At its end, hooks are restored and leftover gradients dropped.
+        """Return a context manager for trial steps. Afterwards, hooks are as before and no gradients are left.
 
         Trial steps register hooks of their own.
         """
@@ -266,7 +266,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Run the backward pass of one micro-batch, with the loss scaled to its share in the optimizer step."""
+        """Run a micro-batch's backward pass. Accumulation steps, `weight` or `share` first scale the loss."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -301,7 +301,7 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Run a backward pass for each of several losses, each only for the parameters given with this loss."""
+        """Run one backward pass per `(loss, parameters)` pair, for the gradients of these parameters."""
         last = len(losses) - 1
         # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
@@ -405,7 +405,7 @@ class OptimizerStep:
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that calls `closure`, then makes its gradients ready for the optimizer's step.
+        """Wrap an optimizer's closure so that each call also reduces, unscales and clips the gradients.
 
         The returned closure returns the mean loss over all processes, because a line search must take the same
         decisions on every process.
@@ -498,10 +498,7 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Make the gradients of `parameters` ready to be clipped. Returns None while micro-batches accumulate.
-
-        Otherwise, returns the parameters as a list.
-        """
+        """Reduce and unscale gradients before clipping. Returns a list of the parameters, or None if not yet due."""
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()

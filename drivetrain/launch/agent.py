@@ -118,7 +118,7 @@ class LocalRanks:
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return the failed ranks whose work other ranks take over, so that the run continues without them.
+        """Return failed ranks whose work other ranks can take over, so that the run continues without them.
 
         A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
         """
@@ -293,7 +293,7 @@ _FAREWELL = 3.0  # seconds that the machine with the store waits for the others 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Exchange the machines' numbers of restarts and failures, and return the highest of each.
+    """Return the highest `attempts` (restarts) and `failures` of all machines, which exchange their counts.
 
     A machine that joins the run later thus continues the counts of the others. Waits for all machines.
     """
@@ -320,7 +320,7 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Tell the other machines' launchers that the ranks of this machine have ended, and why, if they failed."""
+        """Tell the other machines that the ranks here have ended, and their failure if they did not succeed."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
@@ -704,7 +704,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait until the preempted ranks have saved, then return the result that makes torch restart or end the run."""
+        """Wait until preempted ranks have saved. Torch elastic gets the result, to end or restart the run."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:

@@ -47,7 +47,7 @@ _PIPE = 65536  # bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Where Ray has placed the worker of one rank: the machine, and the GPUs on this machine.
+    """Place where Ray runs one rank's worker: the machine, and the GPUs that Ray assigned to the worker.
 
     Attributes:
         node: Ray's id of the machine.
@@ -88,7 +88,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return the output that has arrived since the last call, without a last line that is still being written.
+        """Return and remove the output that has arrived. An unfinished last line is left for a later call.
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 

@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """DDP gradient bucket with replaced tensors, for torch's PowerSGD hook, which does not support all shapes."""
+    """DDP gradient bucket whose tensors are replaced by others of a shape that torch's PowerSGD hook supports."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -324,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a step that ran out of memory can be run again, because no process waits for another within it."""
+        """True if a training step that ran out of memory can be run again. Not with hooks or synced batch norm."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -364,7 +364,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises if processes pass it different texts, for example about frozen parameters."""
+    """Return a function that raises if processes pass different texts, such as lists of trained parameters."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())

@@ -78,7 +78,7 @@ class Precision:
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Do not change the loss scale while `holds()` is True, that is, while gradients accumulate.
+        """Keep the loss scale constant while `holds()` is True, that is, while gradients accumulate.
 
         Accumulated gradients were computed with the current scale, which therefore must not change before their step.
         """
@@ -145,7 +145,7 @@ class Precision:
 
 
 def overrides(precision: Precision, method: str) -> bool:
-    """Return True if a precision has its own version of a method. Used to skip calls that would do nothing."""
+    """Return True if a precision's class overrides the `Precision` method named `method`."""
     return getattr(type(precision), method) is not getattr(Precision, method)
 
 

@@ -75,7 +75,7 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Average this model's gradients over all processes in each later backward pass."""
+        """Add a model whose gradients are averaged over all processes in each later backward pass."""
         self._models[model] = None
 
     def average(self) -> None:
@@ -105,7 +105,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Numbers of devices along the axes of an XLA mesh: model replicas, shards of parameters, and split layers."""
+    """Sizes of an XLA device mesh: model replicas, shards of each parameter, and parts of split layers."""
 
     data: int = REST
     shard: int = 1
@@ -181,7 +181,7 @@ class DeviceMesh:
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if each device holds another part of the tensor, False if all hold a full copy."""
+        """Return True if the tensor is sharded over devices, False if each device holds a full copy."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
@@ -212,7 +212,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Object that moves batches to XLA devices. It first starts the computation recorded for the previous batch."""
+    """Placement of batches on XLA devices. Before each transfer, it starts the computation recorded so far."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation

@@ -89,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """A model's linear layers by name: those to convert to float8, and those that keep their precision.
+    """Linear layers of a model, divided into those to convert to float8 and those to leave unchanged.
 
     Attributes:
         converted: Layers to convert to float8.
