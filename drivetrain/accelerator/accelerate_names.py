@@ -823,7 +823,7 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Settings that `drivetrain launch` has passed to this process in environment variables."""
+    """Settings that a launcher such as `drivetrain launch` has passed to this process by its environment."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
@@ -926,13 +926,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return the launcher settings whose names start with `prefix`, renamed to the fields of a plugin."""
+        """Return a plugin's options: the launcher settings whose names start with `prefix`, by field name."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Return a copy of a plugin in which the launcher's values replace fields that are None. A dict is unchanged."""
+    """Return a copy of a plugin whose empty fields (None) are filled in from the launcher's plugin."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}

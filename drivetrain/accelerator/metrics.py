@@ -77,7 +77,7 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if a list or tuple is a nested structure of tensors, False if it lists one value per sample."""
+    """Return True if a list or tuple is a structure of tensors, False if it lists one value per sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
@@ -127,7 +127,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """Gather Python objects from all processes into one list, without the duplicates that pad the last batch."""
+    """Return one list with the objects of all processes, without those that only pad the last batch."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]

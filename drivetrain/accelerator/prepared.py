@@ -42,7 +42,7 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the original optimizers with parameters of `model`. With a single model, return all optimizers."""
+        """Return the original optimizers with parameters of `model`, or all of them if there is only one model."""
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -398,7 +398,7 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True between the first backward pass and the optimizer step, while more micro-batches are needed."""
+        """True while an optimizer step is unfinished: backward has run, but micro-batches are still missing."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
@@ -444,7 +444,7 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """End a loop of steps planned with `begin`. Gradients of an unfinished step are cleared later."""
+        """End a loop of steps planned with `begin`. Gradients of an unfinished step will be cleared."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
@@ -457,12 +457,12 @@ class AccumulationWindow:
             self.size = num_steps
 
     def mark_backward(self) -> None:
-        """Record that there are gradients for the next optimizer step, because a backward pass has run."""
+        """Record that a backward pass has run, so that gradients now wait for an optimizer step."""
         # Without `accumulate`, there are no windows, and gradients never belong to an unfinished one.
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear leftover gradients of a loop that was left, for example by `break`, before its optimizer step."""
+        """Clear the gradients that a loop abandoned, for example by `break`, before its optimizer step."""
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -474,7 +474,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply all accumulated gradients by a factor, to average them over the actual number of micro-batches."""
+        """Multiply all accumulated gradients by `factor`, to average them over fewer micro-batches than planned."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.

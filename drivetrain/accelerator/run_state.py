@@ -306,7 +306,7 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count a saved checkpoint, and delete the oldest ones if there are more than `total_limit`.
+        """Count the checkpoint saved in `directory`, and delete the oldest ones beyond `total_limit`.
 
         The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
         are neither removed nor counted.
@@ -431,7 +431,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the state dicts of all prepared objects, as a checkpoint's part `engine`. A collective call.
+        """Return the states of all prepared objects, a checkpoint's part `engine`. All processes must call this.
 
         Args:
             weights_only: True to return only the models' weights and classes.
@@ -480,7 +480,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint, in the background if `block` is False. Returns an object to wait for the save."""
+        """Write a checkpoint, in the background if `block` is False. Returns an object to wait for it."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -491,7 +491,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a checkpoint's content as two dicts: state that processes share, and this process's own.
+        """Compose the content of a checkpoint: a dict that processes share, and a dict of this process.
 
         Args:
             engine: The states of prepared objects, from the method `engine`.

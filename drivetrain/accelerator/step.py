@@ -102,7 +102,7 @@ class WeightedMean:
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Divide accumulated gradients by the step's total loss weight. All processes must call this.
+        """Finish a step's weighted mean: divide gradients by the weights of all processes. A collective call.
 
         Args:
             parts: The prepared modules, each with the optimizers of its parameters.
@@ -218,7 +218,7 @@ class OptimizerStep:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if there are gradients for a future optimizer step. A checkpoint saved now would lose them."""
+        """True if there are gradients for a later optimizer step, which a checkpoint would not contain."""
         if self.window.is_within:
             return True
         if self.window.is_abandoned:
@@ -227,11 +227,11 @@ class OptimizerStep:
         return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
-        """Mark the Trainer's optimizer step as complete, after which a checkpoint can be saved."""
+        """Close the Trainer's optimizer step. Only then can a checkpoint be saved."""
         self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
-        """Set the callbacks that run in all following optimizer steps, in place of the current ones."""
+        """Let the given callbacks take part in all later optimizer steps, in place of the current ones."""
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
         # Skip methods that the strategy does not override, since each call costs time in a short step.
@@ -250,7 +250,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager for trial steps. Afterwards, hooks are as before and no gradients are left.
+        """Return a context manager for trial steps. Afterwards, hooks are as before and gradients dropped.
 
         Trial steps register hooks of their own.
         """
@@ -321,7 +321,7 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Complete the accumulated gradients before they are read: reduce them, and divide them by loss weights.
+        """Finish the step's gradients before they are used: reduce them and apply the loss weights.
 
         No effect until the last micro-batch of an optimizer step.
         """
@@ -333,7 +333,7 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Call the hooks that can skip an optimizer step, and return True if one of them does."""
+        """Ask the hooks whether to skip an optimizer step. Returns True if any of them says so."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
@@ -498,7 +498,7 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Reduce and unscale gradients before clipping. Returns a list of the parameters, or None if not yet due."""
+        """Reduce and unscale gradients for clipping. Returns the parameters, or None while accumulating."""
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()

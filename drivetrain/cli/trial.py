@@ -265,7 +265,7 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """Return a context that yields a temporary path, which all processes on this machine share."""
+    """Return a context with the path for a temporary checkpoint that all processes can access."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:

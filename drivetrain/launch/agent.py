@@ -320,7 +320,7 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Tell the other machines that the ranks here have ended, and their failure if they did not succeed."""
+        """Tell the other machines that the ranks of this one have ended, and with which failure, if any."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
@@ -370,7 +370,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine's launcher requests this machine's stack traces, to report a hang."""
+        """Return True if another machine wants the stack traces of this machine's ranks, to report a hang."""
         if self._machines == 1:
             return False
         try:
@@ -409,7 +409,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Tell the other machines that this one has succeeded. Returns True when all machines have succeeded."""
+        """Announce that this machine has succeeded. Returns True once all machines have."""
         if self._machines == 1:
             return True
         self._write("done", "1")
@@ -513,7 +513,7 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def restarting(self) -> bool:
-        """True while no ranks run, because the previous ones have ended and the next attempt has not started."""
+        """True between two attempts: the previous ranks have ended, and the next ones have not started."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
@@ -704,7 +704,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait until preempted ranks have saved. Torch elastic gets the result, to end or restart the run."""
+        """Wait until preempted ranks have saved. The result tells torch elastic to end or restart the run."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:

@@ -473,7 +473,7 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Receive new states and output of the ranks from their Ray workers, and print the output."""
+        """Wait briefly for reports of the ranks' Ray workers, then record their states and print their output."""
         # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)

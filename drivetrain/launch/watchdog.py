@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Progress of one rank: its last sign, and when that came. Shows the watchdog how long the rank is idle."""
+    """Progress of one rank: its last sign, and the time of it, to measure for how long the rank is idle."""
 
     pid: int
     path: str
@@ -130,7 +130,7 @@ class Watchdog:
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Return a report of each running rank, with the current stack trace of its main thread."""
+        """Return a report of each running rank: its process state, idle time and current stack trace."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -146,7 +146,7 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return the failure that ends a hanging run: `text`, and the rank that was idle for longest.
+        """Return a `RankFailure` for a hanging run, with `text` and the rank that was idle for longest.
 
         Args:
             reports: The reports of this machine's ranks.

@@ -185,7 +185,7 @@ class Topology:
 
     @property
     def counts_rows(self) -> bool:
-        """True if this process's samples count in totals. False if another rank with equal samples does."""
+        """True if totals count this process's samples. False if they count another rank with the same ones."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
@@ -206,7 +206,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Select from one value per rank those that count. Ranks that work on the same data count only once.
+        """Select the values that count from one per rank. Ranks that work on the same data count only once.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
@@ -713,7 +713,7 @@ class BatchPlacement:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Complete the work for the last batch of an epoch, which is usually done when the next batch arrives."""
+        """Finish the placement of an epoch's last batch, such as by starting its computation on the device."""
         raise NotImplementedError
 
 
@@ -830,7 +830,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage. In evaluation, for example, without wrapper that reduces gradients.
+        """Return the module to call in a stage. For evaluation, this may be the model without DDP's wrapper.
 
         Called on all processes when the stage begins.
 
@@ -965,7 +965,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision that the selected configuration prescribes, or else the given precision.
+        """Return the precision set by the selected configuration, or else `given`.
 
         Args:
             given: A precision or its name, or None.
@@ -1042,7 +1042,7 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a loss of zero for a skipped batch, so that the process still joins the gradient reduction.
+    """Return a loss of zero for a skipped batch. Its backward pass joins the reduction of gradients.
 
     Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """

@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """DDP gradient bucket whose tensors are replaced by others of a shape that torch's PowerSGD hook supports."""
+    """DDP gradient bucket with tensors reshaped as torch's PowerSGD hook requires them."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -324,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a training step that ran out of memory can be run again. Not with hooks or synced batch norm."""
+        """True if a step that ran out of memory can be run again, so without `comm_hook` and `sync_batchnorm`."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager

@@ -57,7 +57,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run DDP's search for unused parameters after a forward pass, and measure how long it takes.
+        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Returns its result.
 
         Returns what DDP's post-forward function returns.
         """
@@ -88,7 +88,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Settle whether DDP's search for unused parameters can end. Returns their indices then, else None.
+        """Settle whether DDP can stop its search for unused parameters. Returns their indices if so, else None.
 
         All processes must call this.
         """
@@ -458,7 +458,7 @@ class DriftCheck:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context without comparisons, for loops in which processes run different numbers of steps."""
+        """Return a context in which processes are not compared, for loops whose numbers of steps differ."""
         every, self.every = self.every, 0
         try:
             yield

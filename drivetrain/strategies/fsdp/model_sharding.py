@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The arguments of the `FSDP` strategy after validation. They are explained in the docstring of `FSDP`."""
+    """Validated arguments of the `FSDP` strategy, which its docstring explains."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -89,7 +89,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the options that differ from their defaults as text, such as `wrap=1000`, for the `repr`."""
+        """Return the changed options as text, such as `cpu_offload=True`, for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -303,7 +303,7 @@ class ModelSharder:
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to shard as roots: the model, or its children if the task runs backward itself.
+        """Return the modules to shard as roots: the model, or its children if a task runs backward itself.
 
         A task that runs backward itself calls its children directly, without the model's forward.
         """
@@ -404,7 +404,7 @@ class ModelSharder:
         )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Take the parameter values from a model, to send rank 0's after sharding. None if all processes have values.
+        """Take the model's values out before sharding, to send rank 0's later. None if all ranks have values.
 
         If every process has built the model, rank 0's values are used, as in DDP.
         """

@@ -104,7 +104,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Module and name under which a parameter is registered, to find the parameter that sharding puts there.
+    """Module and name of a registered parameter, by which to find the parameter that sharding puts there.
 
     Recorded before sharding, which registers another parameter under the name.
 
@@ -279,7 +279,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of these `fully_shard` arguments, changed for the outermost module of a model.
+        """Return these `fully_shard` arguments adapted to the outermost module of a model.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -432,7 +432,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the full parameter that FSDP has gathered for each shard. Only the full ones are in a graph.
+    """Return the full parameter that FSDP has gathered for each shard, as `inputs` of `backward`.
 
     A tensor that is not a shard is returned unchanged.
     """

@@ -398,6 +398,6 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the largest value that a scalar tensor has on any process. All processes must call this."""
+    """Return the maximum of a scalar tensor over all processes. All processes must call this."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest

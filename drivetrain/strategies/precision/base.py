@@ -84,7 +84,7 @@ class Precision:
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Skip an optimizer step on all processes if any of them finds gradients that overflow.
+        """Make all processes skip an optimizer step if gradients overflow on any of them.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 

@@ -29,7 +29,7 @@ class Rounding:
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Choose the rounding: `downcast` is the option `downcast_bf16`, `use` is `use_bf16`. Or neither.
+        """Return the rounding for the options `downcast_bf16` and `use_bf16`, of which only one may be True.
 
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """

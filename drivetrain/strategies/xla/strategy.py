@@ -79,7 +79,7 @@ class AveragedGradients(XLAGradients):
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models over processes. Does nothing within `no_sync`."""
+        """Average the gradients of all prepared models over processes, unless within `no_sync`."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
@@ -471,7 +471,7 @@ class XLA(Strategy, PlacesBatches):
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model to the precision and move it to the XLA devices, which split or copy its parameters."""
+        """Convert a model to the precision, and move it to the XLA devices, sharded or copied as configured."""
         converted = precision.convert(model)
         if not move:
             return converted

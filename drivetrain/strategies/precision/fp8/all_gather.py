@@ -88,7 +88,7 @@ class Float8AllGather:
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Make FSDP gather the weights of float8 layers in float8, and record which `optimizer` changes."""
+        """Make FSDP gather the weights of float8 layers in float8, and record those that `optimizer` steps."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
