@@ -823,7 +823,7 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Settings that a launcher such as `drivetrain launch` has passed to this process by its environment."""
+    """Launch settings of this process, which a launcher has passed to it in environment variables."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
@@ -985,7 +985,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Return a DeepSpeed strategy for each plugin in the `deepspeed_plugins` dict, by its name."""
+        """Return a DeepSpeed strategy for each plugin in the `deepspeed_plugins` dict, as a dict by name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

@@ -461,7 +461,7 @@ class EngineStatus:
 
     @property
     def split_batches(self) -> bool:
-        """True if `batch_size` of a data loader counts for all processes together, which share each batch."""
+        """True if a data loader's `batch_size` is the global one, which processes share among themselves."""
         return self.preparation.options.dataloader_config.split_batches
 
     @property

@@ -142,7 +142,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Message in place of a process's values if padding is ambiguous, so that all processes raise an error."""
+    """Message sent instead of values if a process cannot tell padding from samples. All processes then raise."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:

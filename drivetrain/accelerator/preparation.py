@@ -286,7 +286,7 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Remove the `forward` that applies a precision from a module, so that its own one is used again."""
+        """Remove from a module's `forward` the wrapper that applies a precision, if there is one."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 

@@ -189,7 +189,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """The data loaders being iterated, outermost first, in a list that begins with None (for no loop)."""
+        """List of the data loaders being iterated, outermost first. Its first entry is always None."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 

@@ -431,7 +431,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the states of all prepared objects, a checkpoint's part `engine`. All processes must call this.
+        """Return the checkpoint part `engine`: states of all prepared objects. All processes must call this.
 
         Args:
             weights_only: True to return only the models' weights and classes.
@@ -454,7 +454,7 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return only one model's weights as a checkpoint's part `engine`, for a run without training."""
+        """Return a checkpoint part `engine` with the weights of one model only, for a run without training."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
@@ -480,7 +480,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint, in the background if `block` is False. Returns an object to wait for it."""
+        """Write a checkpoint and return its `PendingSave`, unfinished if `block` is False. A collective call."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -566,7 +566,7 @@ class RunState:
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Remember a loaded checkpoint's entries of a training loop, to keep them in later checkpoints.
+        """Keep a loaded checkpoint's training loop entries, so that later checkpoints contain them as well.
 
         An entry with the same name from the current training loop replaces the remembered one.
         """

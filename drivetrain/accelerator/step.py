@@ -54,7 +54,7 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Decide whether losses are weighted: True if any process gives its first loss a weight.
+        """Decide whether losses are weighted: True if any process passes a weight. A collective call.
 
         Called once, at the first loss, because the answer needs communication.
 
@@ -93,7 +93,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Expect weighted losses in this step. `finish` then adds the weights of all processes."""
+        """Expect a weighted loss in this step, so that this process joins the sum of weights even without one."""
         self._weights.clear()
         self.pending = True
 
@@ -266,7 +266,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Run a micro-batch's backward pass. Accumulation steps, `weight` or `share` first scale the loss."""
+        """Scale a micro-batch's loss, by `weight` or `share` or for accumulation, and run its backward pass."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()

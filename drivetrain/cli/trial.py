@@ -281,7 +281,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Run the checks of `drivetrain test` up to the first that fails. All processes must call this.
+    """Run the checks of `drivetrain test` until one fails, and return results. All processes must call this.
 
     Args:
         processes: The expected number of processes. None accepts any number.

@@ -409,7 +409,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Announce that this machine has succeeded. Returns True once all machines have."""
+        """Announce that this machine has succeeded. Returns True once all machines have done so."""
         if self._machines == 1:
             return True
         self._write("done", "1")

@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Plan what this machine starts: its number of processes, their devices, environment variables."""
+        """Plan what this machine starts: the number of processes, their devices and environment variables."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines

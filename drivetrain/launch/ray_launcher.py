@@ -301,7 +301,7 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """Return how many ranks to start on a Ray cluster, and True if each of them gets a GPU."""
+    """Return how many ranks to start on a Ray cluster, and whether each of them gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:

@@ -170,7 +170,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Announce `what` and that the same command resumes the run. Returns the exit code for resumable runs."""
+    """Tell the user `what` happened and that the same command resumes the run. Returns the exit code."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 

@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Progress of one rank: its last sign, and the time of it, to measure for how long the rank is idle."""
+    """Progress of one rank: its last sign and when it came, to measure for how long the rank is idle."""
 
     pid: int
     path: str

@@ -185,7 +185,7 @@ class Topology:
 
     @property
     def counts_rows(self) -> bool:
-        """True if totals count this process's samples. False if they count another rank with the same ones."""
+        """True if totals include this process's samples. Among ranks with the same samples, one is counted."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
@@ -206,7 +206,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Select the values that count from one per rank. Ranks that work on the same data count only once.
+        """Select the values to count from a list with one per rank. Ranks with the same data count only once.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.

@@ -186,7 +186,7 @@ class _Reader:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Complete the settings after a file was read, by those that follow from several of its keys."""
+        """Add the settings that follow from several keys of a file. Called after all keys have been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")

@@ -68,7 +68,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Note which parameters the last step used. Returns True after the last step that is observed."""
+        """Note which parameters a step used. Returns True once enough steps have been observed."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -88,7 +88,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Settle whether DDP can stop its search for unused parameters. Returns their indices if so, else None.
+        """Settle whether DDP can stop searching for unused parameters. Returns their indices, or None if not.
 
         All processes must call this.
         """

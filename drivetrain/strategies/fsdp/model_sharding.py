@@ -379,7 +379,7 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return the dtypes in which `fully_shard` gathers parameters and reduces gradients.
+        """Return FSDP's policy: the dtypes in which it gathers parameters and reduces gradients.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -442,7 +442,7 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average gradients of the `replicated`, unsharded parameters in each backward pass from now on."""
+        """From now on, average gradients of the `replicated` (unsharded) parameters in each backward pass."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)

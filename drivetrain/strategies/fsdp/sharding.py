@@ -234,7 +234,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Check at an optimizer's first step that sharding has replaced none of its parameters, else raise."""
+        """Raise at an optimizer's first step if it still holds parameters that sharding has replaced."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -432,7 +432,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the full parameter that FSDP has gathered for each shard, as `inputs` of `backward`.
+    """Return the full parameters that FSDP has gathered for the given shards, for `backward(inputs=...)`.
 
     A tensor that is not a shard is returned unchanged.
     """

@@ -77,7 +77,7 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return over which mesh dimensions a gradient is sharded, and this process's part of the gradient.
+    """Return the mesh dimensions over which a gradient is sharded, and this process's part of the gradient.
 
     The first value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     """

@@ -64,7 +64,7 @@ class Precision:
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return the precision's autocast context, for use outside of the model. It is disabled without autocast.
+        """Return the autocast context for code outside the model, disabled for a precision without autocast.
 
         Args:
             kind: The kind of device.

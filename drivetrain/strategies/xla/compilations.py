@@ -125,7 +125,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Describe for a warning which tensor shapes changed between batches, with advice how to avoid that."""
+    """Return text for a warning: which tensor shapes changed between batches, and how to avoid that."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:
