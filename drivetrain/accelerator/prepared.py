@@ -183,7 +183,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The data loader that is being iterated, in nested loops the innermost one. None outside of loops."""
+        """The data loader being iterated, which in nested loops is the innermost one. None outside of loops."""
         _, active = self._find()
         return None if active is None else active.innermost
 
@@ -474,7 +474,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply all accumulated gradients by `factor`, to average them over fewer micro-batches than planned."""
+        """Multiply all accumulated gradients by `factor`, to average over the actual number of micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.
@@ -500,7 +500,7 @@ class AccumulationWindow:
             self.reset()
 
     def reset(self) -> None:
-        """Start counting micro-batches from zero again."""
+        """Reset the count of accumulated micro-batches to zero."""
         self.count = 0
         self.sync_gradients = True
         self.holds_gradients = self._entered = self.planned = False

@@ -149,7 +149,7 @@ class LocalRanks:
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank has raised an exception or was killed by a signal other than `number`."""
+        """Return True if a rank has raised an exception, or if another signal than `number` has killed it."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):

@@ -431,7 +431,7 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait until all processes have ended, and return the function's return value on the first process.
+        """Wait until all processes have run the function, and return its value from the first process.
 
         After a failure, the other processes are terminated.
 

@@ -269,7 +269,7 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost stack frame in the user's own code. Without one, the innermost frame of all."""
+        """Innermost stack frame in the user's own code, or the innermost of all frames if there is none."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property

@@ -697,7 +697,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class that moves batches to devices such as TPUs, where each new input shape causes a compilation.
+    """Base class for moving batches to devices such as TPUs, which recompile for each new input shape.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -1027,7 +1027,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times, or None without support.
+    """Return a context in which processes may run out of batches at different times. None if unsupported.
 
     Raises a `ConfigurationError` if every forward pass of the strategy is collective.
     """

@@ -393,7 +393,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """State dicts for checkpoints under `DDP`. Checks first that the processes' models are still equal."""
+    """State dicts for checkpoints under `DDP`, after a check that all processes have equal models."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)

@@ -108,7 +108,7 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Warn the user if `find_unused_parameters=True` was unnecessary in the first steps, and what it cost."""
+        """Tell the user if `find_unused_parameters=True` was unnecessary in the first steps, and its cost."""
         never = self.never_used()
         if never is None:
             return
@@ -466,7 +466,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Raise if parameters or gradients differ between processes. All processes must call this."""
+        """Raise if the named parameters or their gradients differ between processes. A collective call."""
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []

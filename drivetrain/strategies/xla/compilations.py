@@ -64,7 +64,7 @@ class Compilations:
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step. Warn if XLA still had to compile in several of the last steps."""
+        """Count an optimizer step. Warn if many of the last steps had to wait for XLA to compile a graph."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)

@@ -186,7 +186,7 @@ class DeviceMesh:
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return XLA's description of how a tensor is distributed over devices. Empty if it is not."""
+        """Return the text in which XLA describes how a tensor is sharded. Empty if the tensor is not sharded."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 

@@ -115,7 +115,7 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each float8 layer whose weight FSDP can gather in float8, with FSDP's internal object for it.
+    """Yield each float8 layer whose weight FSDP can gather in float8, and FSDP's `FSDPParam` of the weight.
 
     Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
     forward, since FSDP has no all-gather extension for them (torch 2.13). Skips weights offloaded to the CPU.

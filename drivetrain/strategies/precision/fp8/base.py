@@ -34,7 +34,7 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make the linear layers in `layers` compute in float8. The layers in `kept` are not changed.
+        """Make a model's linear layers in `layers` compute in float8, and leave those in `kept` unchanged.
 
         Parameters and their names stay unchanged.
         """
