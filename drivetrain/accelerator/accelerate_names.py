@@ -285,7 +285,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the `Strategy` that an Accelerator's plugins configure, or None if no plugin is given.
+    """Return the `Strategy` for the plugins that were passed to `Accelerator`. None without plugins.
 
     Args:
         fsdp: The FSDP plugin, or its configuration.
@@ -823,7 +823,7 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Settings that `drivetrain launch` has passed to this process in environment variables."""
+    """Launch settings of this process, which a launcher has passed to it in environment variables."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
@@ -888,7 +888,6 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """Keyword arguments for the `Parallel` strategy from the launcher's settings, without the mesh sizes."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
@@ -911,7 +910,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy that a script's plugins configure. The launcher's settings fill options left unset.
+        """Return the strategy for the given plugins. Options they leave unset come from the launcher.
 
         Returns None if all plugins are None.
         """
@@ -927,13 +926,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return the launcher settings whose names start with `prefix`, renamed to the fields of a plugin."""
+        """Return a plugin's options: the launcher settings whose names start with `prefix`, by field name."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Return a copy of a plugin in which the launcher's values replace fields that are None. A dict is unchanged."""
+    """Return a copy of a plugin whose empty fields (None) are filled in from the launcher's plugin."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -986,7 +985,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Return one strategy for each named plugin in `deepspeed_plugins`, as a dict with the same keys."""
+        """Return a DeepSpeed strategy for each plugin in the `deepspeed_plugins` dict, as a dict by name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

@@ -461,7 +461,7 @@ class EngineStatus:
 
     @property
     def split_batches(self) -> bool:
-        """True if `batch_size` of a data loader counts for all processes together, which share each batch."""
+        """True if a data loader's `batch_size` is the global one, which processes share among themselves."""
         return self.preparation.options.dataloader_config.split_batches
 
     @property
@@ -684,7 +684,6 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Return a context manager that profiles its body, and writes a trace file for each process on request."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler

@@ -87,7 +87,7 @@ class Compilation:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules with parameters and a `forward` of their own, so no `ModuleList`."""
+    """Return the outermost submodules that can be called (so no `ModuleList`) and have parameters."""
     found: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -98,7 +98,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that only calls `module`, for `torch.compile` to compile instead of the module itself.
+    """Return a function that calls `module` from our own file, as `torch.compile` skips torch's files.
 
     Torch does not compile frames of its own files, but it compiles this function and what it calls.
     """
@@ -116,7 +116,7 @@ def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
 
 @cache
 def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
-    """Return one code object for all modules with equal class and tensor shapes, to share compiled code.
+    """Return a code object for all modules of one class with equal tensor shapes, to compile it once.
 
     Torch caches compiled code by code object. With a single code object for all modules, each module would count as a
     recompilation. Beyond eight (`torch._dynamo.config.recompile_limit`), nothing more would be compiled.

@@ -77,7 +77,7 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if a list or tuple is a structure to gather item by item, False if it has one entry per sample."""
+    """Return True if a list or tuple is a structure of tensors, False if it lists one value per sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
@@ -127,7 +127,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """Gather Python objects from all processes into one list, without the duplicates that pad the last batch."""
+    """Return one list with the objects of all processes, without those that only pad the last batch."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]
@@ -142,7 +142,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Error message sent to the other processes in place of values, so that they fail too instead of waiting."""
+    """Message sent instead of values if a process cannot tell padding from samples. All processes then raise."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -156,7 +156,7 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
 
 
 def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if no process has padding rows in its current batch, so that gathered values need no trimming.
+    """Return True if all processes surely have full batches, so that gathered values need no trimming.
 
     All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with
     batches of one size reports.
@@ -180,7 +180,7 @@ def _is_short(source: PreparedLoader | ActiveLoaders) -> bool:
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
-    """Return how many leading rows of a tensor are real samples, not padding. None if it belongs to no batch.
+    """Return how many leading rows of a tensor are real samples. None if no current batch has as many rows.
 
     A tensor belongs to a current batch if it has the same number of rows. If the current batch has fewer real rows than
     a full one, a tensor with the rows of a full batch also counts, such as a loss repeated by the batch size. In nested
@@ -199,7 +199,7 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """Return by how many rows the loader's current batch is smaller than a full batch. 0 if unknown."""
+    """Return how many rows are missing from the loader's current batch to make it full. 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

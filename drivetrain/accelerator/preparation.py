@@ -68,7 +68,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings of the Accelerator that was created last, which every `AcceleratorState` shows.
+    """Settings of the Accelerator that was created last, for the properties of every `AcceleratorState`.
 
     Attributes:
         mixed_precision: The name of the precision. Full precision is `"no"`.
@@ -150,7 +150,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugins(self) -> Any:
-        """What was passed as `Accelerator(deepspeed_plugins=...)`: a dict by name, a single plugin, or None."""
+        """The argument `deepspeed_plugins` of `Accelerator`: a dict by name, a single plugin, or None."""
         return self.record.plugins.get("deepspeed_plugins")
 
     @property
@@ -286,13 +286,13 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Restore the original `forward` of a module, in place of the one that applies a precision."""
+        """Remove from a module's `forward` the wrapper that applies a precision, if there is one."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Make a module's `forward` run in a precision, for example under autocast. Replaces an earlier precision."""
+    """Make a module's `forward` run in a precision, such as under autocast. Replaces an earlier wrapping."""
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
@@ -496,7 +496,7 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """Return the options of gradient accumulation: those of the script, or else those of the launcher.
+    """Return the options of gradient accumulation from the script's arguments or else from the launcher.
 
     Args:
         steps: The number of micro-batches per optimizer step, or None.
@@ -823,7 +823,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the `torch.compile` wrapper of the user's module `bare` within a prepared model, or None."""
+    """Find the `torch.compile` wrapper around the user's module `bare` in a prepared model, or None."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

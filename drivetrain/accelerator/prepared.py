@@ -42,7 +42,7 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the original optimizers with parameters of `model`. With a single model, return all optimizers."""
+        """Return the original optimizers with parameters of `model`, or all of them if there is only one model."""
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -183,13 +183,13 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The data loader that is being iterated, in nested loops the innermost one. None outside of loops."""
+        """The data loader being iterated, which in nested loops is the innermost one. None outside of loops."""
         _, active = self._find()
         return None if active is None else active.innermost
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """The prepared data loaders that are being iterated, from the outermost to the innermost loop, after a None."""
+        """List of the data loaders being iterated, outermost first. Its first entry is always None."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
@@ -398,7 +398,7 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True between the first backward pass and the optimizer step, while more micro-batches are needed."""
+        """True while an optimizer step is unfinished: backward has run, but micro-batches are still missing."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
@@ -436,7 +436,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Count the next micro-batch of a step whose number of micro-batches was set by `begin`."""
+        """Count the next micro-batch of a step of planned size, and set `sync_gradients` at its last one."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -444,7 +444,7 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """End a loop that counts its steps with `begin`. The next step clears gradients of an unfinished one."""
+        """End a loop of steps planned with `begin`. Gradients of an unfinished step will be cleared."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
@@ -457,12 +457,12 @@ class AccumulationWindow:
             self.size = num_steps
 
     def mark_backward(self) -> None:
-        """Record that there are gradients for the next optimizer step, because a backward pass has run."""
+        """Record that a backward pass has run, so that gradients now wait for an optimizer step."""
         # Without `accumulate`, there are no windows, and gradients never belong to an unfinished one.
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear leftover gradients of a loop that was left, for example by `break`, before its optimizer step."""
+        """Clear the gradients that a loop abandoned, for example by `break`, before its optimizer step."""
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -474,7 +474,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply all accumulated gradients by a factor, to average them over the actual number of micro-batches."""
+        """Multiply all accumulated gradients by `factor`, to average over the actual number of micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.
@@ -500,7 +500,7 @@ class AccumulationWindow:
             self.reset()
 
     def reset(self) -> None:
-        """Start counting micro-batches from zero again."""
+        """Reset the count of accumulated micro-batches to zero."""
         self.count = 0
         self.sync_gradients = True
         self.holds_gradients = self._entered = self.planned = False
@@ -587,7 +587,7 @@ def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedSchedu
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a learning-rate scheduler to parameter groups that were added to its optimizer later.
+    """Extend a learning-rate scheduler to cover parameter groups that were added to its optimizer later.
 
     A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
     this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
@@ -601,7 +601,7 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Make a scheduler continue from the learning rate that the user has set in the parameter group `number`."""
+    """Make a scheduler continue from a learning rate that the user has set in parameter group `number`."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)
@@ -625,7 +625,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and all schedulers inside of it, as a `SequentialLR` contains several."""
+    """Yield a scheduler and, if it is made of others such as `SequentialLR`, all schedulers inside it."""
     yield scheduler
     # Torch 2.13 has no public name for these schedulers.
     for part in vars(scheduler).get("_schedulers", ()):

@@ -39,7 +39,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Checkpoint opened for loading, which restores models, optimizers, loaders and other state separately.
+    """Checkpoint opened for loading, from which models, optimizers and other state are restored one by one.
 
     Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
     tool.
@@ -93,8 +93,8 @@ class SavedEngine:
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read all of a checkpoint but the tensors of models and optimizers. Each process reads its shards later."""
         described = checkpoint.describe_run_state(self.directory)
+        # The tensors of models and optimizers. Each process reads its shards of them when it restores these.
         later = set(find_places(described)[:2])
         paths = [
             path
@@ -117,7 +117,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise a `CheckpointError` if saved models or optimizers differ in number or class from this run's.
+        """Raise a `CheckpointError` if saved objects differ in number or class from the prepared ones.
 
         Args:
             models: The models to compare. None compares all prepared models.
@@ -158,7 +158,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Drop saved objects of one kind, such as models, after the first `count`, and warn which are not loaded."""
+        """Leave out saved objects of one kind, such as models, after the first `count`, and warn about it."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
@@ -306,7 +306,7 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count a saved checkpoint, and delete the oldest ones if there are more than `total_limit`.
+        """Count the checkpoint saved in `directory`, and delete the oldest ones beyond `total_limit`.
 
         The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
         are neither removed nor counted.
@@ -364,7 +364,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and data loader positions of an earlier time, for a checkpoint that describes this time.
+    """Random state and data loader positions at an earlier moment, which a checkpoint is to describe.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
@@ -431,7 +431,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the state dicts of all prepared objects for a checkpoint. All processes must call this.
+        """Return the checkpoint part `engine`: states of all prepared objects. All processes must call this.
 
         Args:
             weights_only: True to return only the models' weights and classes.
@@ -454,12 +454,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return checkpoint content with the weights of one model only, for a run that only evaluates."""
+        """Return a checkpoint part `engine` with the weights of one model only, for a run without training."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of all objects in a checkpoint, which are compared when it is loaded."""
+        """Return the class names of models, optimizers and other objects, to compare them at loading."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -480,7 +480,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint, possibly in the background. Returns an object to wait for. Call it on all processes."""
+        """Write a checkpoint and return its `PendingSave`, unfinished if `block` is False. A collective call."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -491,7 +491,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the content of a checkpoint as two dicts: the state that processes share, and this process's own.
+        """Compose the content of a checkpoint: a dict that processes share, and a dict of this process.
 
         Args:
             engine: The states of prepared objects, from the method `engine`.
@@ -562,11 +562,11 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint for loading. The returned object restores models, optimizers and other state."""
+        """Open the checkpoint in a directory or at a URL, to restore models, optimizers and other state."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Remember checkpoint entries of an earlier training loop, so that later checkpoints still contain them.
+        """Keep a loaded checkpoint's training loop entries, so that later checkpoints contain them as well.
 
         An entry with the same name from the current training loop replaces the remembered one.
         """
@@ -597,7 +597,7 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model whose parameters an optimizer holds, or a `ModuleList` if there are several."""
+        """Return the prepared model that an optimizer's parameters belong to, or several in a `ModuleList`."""
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:

@@ -54,7 +54,7 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Return True if any process passes a weight with its first loss. All processes must call this method.
+        """Decide whether losses are weighted: True if any process passes a weight. A collective call.
 
         Called once, at the first loss, because the answer needs communication.
 
@@ -75,7 +75,7 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Scale one micro-batch's loss sum for the backward pass, and add its weight to the step's total.
+        """Return a micro-batch's loss, scaled as its part of the step's weighted mean. Records the weight.
 
         Args:
             loss: The sum of this micro-batch's losses.
@@ -93,7 +93,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Let this process take part in the sum of loss weights, even if none of its own losses has a weight."""
+        """Expect a weighted loss in this step, so that this process joins the sum of weights even without one."""
         self._weights.clear()
         self.pending = True
 
@@ -102,7 +102,7 @@ class WeightedMean:
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Divide accumulated gradients by the step's total loss weight. All processes must call this.
+        """Finish a step's weighted mean: divide gradients by the weights of all processes. A collective call.
 
         Args:
             parts: The prepared modules, each with the optimizers of its parameters.
@@ -218,7 +218,7 @@ class OptimizerStep:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if there are gradients for a future optimizer step. A checkpoint saved now would lose them."""
+        """True if there are gradients for a later optimizer step, which a checkpoint would not contain."""
         if self.window.is_within:
             return True
         if self.window.is_abandoned:
@@ -227,11 +227,11 @@ class OptimizerStep:
         return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
-        """Mark the Trainer's optimizer step as complete, after which a checkpoint can be saved."""
+        """Close the Trainer's optimizer step. Only then can a checkpoint be saved."""
         self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
-        """Set the callbacks that run in all following optimizer steps, in place of the current ones."""
+        """Let the given callbacks take part in all later optimizer steps, in place of the current ones."""
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
         # Skip methods that the strategy does not override, since each call costs time in a short step.
@@ -250,7 +250,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager for trial steps. At its end, hooks are restored and leftover gradients dropped.
+        """Return a context manager for trial steps. Afterwards, hooks are as before and gradients dropped.
 
         Trial steps register hooks of their own.
         """
@@ -266,7 +266,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Run the backward pass of one micro-batch, with the loss scaled to its share in the optimizer step."""
+        """Scale a micro-batch's loss, by `weight` or `share` or for accumulation, and run its backward pass."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -301,7 +301,7 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Run a backward pass for each of several losses, each only for the parameters given with this loss."""
+        """Run one backward pass per `(loss, parameters)` pair, for the gradients of these parameters."""
         last = len(losses) - 1
         # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
@@ -321,7 +321,7 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Complete the accumulated gradients before they are read: reduce them, and divide them by loss weights.
+        """Finish the step's gradients before they are used: reduce them and apply the loss weights.
 
         No effect until the last micro-batch of an optimizer step.
         """
@@ -333,7 +333,7 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Call the hooks that can skip an optimizer step, and return True if one of them does."""
+        """Ask the hooks whether to skip an optimizer step. Returns True if any of them says so."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
@@ -405,7 +405,7 @@ class OptimizerStep:
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that calls `closure`, then makes its gradients ready for the optimizer's step.
+        """Wrap an optimizer's closure so that each call also reduces, unscales and clips the gradients.
 
         The returned closure returns the mean loss over all processes, because a line search must take the same
         decisions on every process.
@@ -498,10 +498,7 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Make the gradients of `parameters` ready to be clipped. Returns None while micro-batches accumulate.
-
-        Otherwise, returns the parameters as a list.
-        """
+        """Reduce and unscale gradients for clipping. Returns the parameters, or None while accumulating."""
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()

@@ -55,7 +55,7 @@ class RunTracking:
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
-        """Finish the trackers' runs, then destroy the process group when all processes have arrived."""
+        """Leave the run: finish the experiment trackers, and destroy the process group with all processes."""
         self.finish()
         self.state.destroy_process_group()
 
@@ -82,7 +82,7 @@ class RunTracking:
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Restore the experiment trackers' state from a checkpoint, so that they continue the runs of that time.
+        """Load the experiment trackers' state from a checkpoint, so that they continue the same runs.
 
         Trackers that are created later continue these runs too.
         """

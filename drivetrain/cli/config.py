@@ -114,7 +114,7 @@ def _terminal() -> Terminal:
 
 
 class Terminal:
-    """Questions and answers in a terminal, by the package questionary."""
+    """Terminal in which the questions of `drivetrain config` are asked, by the package questionary."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         import questionary

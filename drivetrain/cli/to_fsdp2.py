@@ -127,7 +127,7 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the mesh sizes that give FSDP 2 the effect of HYBRID_SHARD, and a text for the user about them.
+    """Translate HYBRID_SHARD of FSDP 1 to mesh sizes for FSDP 2. Returns them, and a text for the user.
 
     Parameters are sharded within a machine and replicated between machines.
     """

@@ -265,7 +265,7 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """Return a context that yields a temporary path, which all processes on this machine share."""
+    """Return a context with the path for a temporary checkpoint that all processes can access."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:
@@ -281,7 +281,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Run the checks of `drivetrain test` until one fails, and return their results. Call it on all processes.
+    """Run the checks of `drivetrain test` until one fails, and return results. All processes must call this.
 
     Args:
         processes: The expected number of processes. None accepts any number.

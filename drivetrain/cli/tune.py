@@ -74,7 +74,7 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the command line that times a training script, as the parts before and after the trial's JSON file."""
+    """Return the command line that times a user's script, split where the path of a JSON file is inserted."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 
@@ -88,7 +88,7 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
-    """Run the user's script with changed settings, and return the measured time of a training step, or an error.
+    """Run the user's script with one change. Returns `seconds` per training step, or a `problem`.
 
     Args:
         command: The command line before and after the path of the trial's JSON file.

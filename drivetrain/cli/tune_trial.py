@@ -39,7 +39,7 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Trainer callback that times the training steps of `drivetrain tune`, writes a result, and ends the process.
+    """Trainer callback of `drivetrain tune` that writes the time per training step and ends the process.
 
     The first steps are not measured, because they include compilation and other start-up work.
     """

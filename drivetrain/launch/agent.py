@@ -118,7 +118,7 @@ class LocalRanks:
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return the failed ranks whose work other ranks take over, so that the run continues without them.
+        """Return failed ranks whose work other ranks can take over, so that the run continues without them.
 
         A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
         """
@@ -149,7 +149,7 @@ class LocalRanks:
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank has raised an exception or was killed by a signal other than `number`."""
+        """Return True if a rank has raised an exception, or if another signal than `number` has killed it."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
@@ -293,7 +293,7 @@ _FAREWELL = 3.0  # seconds that the machine with the store waits for the others 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Exchange the machines' numbers of restarts and failures, and return the highest of each.
+    """Return the highest `attempts` (restarts) and `failures` of all machines, which exchange their counts.
 
     A machine that joins the run later thus continues the counts of the others. Waits for all machines.
     """
@@ -320,7 +320,7 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Tell the other machines' launchers that the ranks of this machine have ended, and why, if they failed."""
+        """Tell the other machines that the ranks of this one have ended, and with which failure, if any."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
@@ -370,7 +370,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine's launcher requests this machine's stack traces, to report a hang."""
+        """Return True if another machine wants the stack traces of this machine's ranks, to report a hang."""
         if self._machines == 1:
             return False
         try:
@@ -409,7 +409,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Tell the other machines that this one has succeeded. Returns True when all machines have succeeded."""
+        """Announce that this machine has succeeded. Returns True once all machines have done so."""
         if self._machines == 1:
             return True
         self._write("done", "1")
@@ -513,7 +513,7 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def restarting(self) -> bool:
-        """True while no ranks run, because the previous ones have ended and the next attempt has not started."""
+        """True between two attempts: the previous ranks have ended, and the next ones have not started."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
@@ -704,7 +704,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait until the preempted ranks have saved, then return the result that makes torch restart or end the run."""
+        """Wait until preempted ranks have saved. The result tells torch elastic to end or restart the run."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:

@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Return what to start on this machine for a launch: number of processes, devices, environment variables."""
+        """Plan what this machine starts: the number of processes, their devices and environment variables."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -210,7 +210,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Start the processes of a script on this machine, wait until they end, and return the run's exit code."""
+    """Run a script's processes on this machine as `plan` says. Returns the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -408,7 +408,7 @@ def _local_address_for(address: str) -> str | None:
 
 
 def _is_unresolved_local_address(address: str) -> bool:
-    """Return True if an address belongs to this machine, although torch cannot tell by the host name.
+    """Return True if an address is this machine's, but torch does not recognize it by the host name.
 
     On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
     """
@@ -454,7 +454,7 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Return a table row for each launch setting: its name, value and source, and a note if it has no effect."""
+    """Return table rows of the given settings: name, value, and source with a note if it has no effect."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -518,7 +518,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
-    """Return the launch plan for a run on a Ray cluster, whose devices are unknown before the connection."""
+    """Return the launch plan for a Ray cluster. It names the CPU until the cluster's devices are known."""
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)

@@ -250,7 +250,7 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Raised in a child process that imports the user's script, where the script would start processes again."""
+    """Raised to end a child process's import of the user's script where that would start processes again."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """Stop the import of the user's script in a child process where the script would start processes again.
+    """End a child process's import of the user's script if the script is about to start processes again.
 
     No effect if no script is being imported.
     """
@@ -355,7 +355,6 @@ class Call:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Run the call's setup function in a new child process, before the process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -432,7 +431,7 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait until all processes have ended, and return the function's return value on the first process.
+        """Wait until all processes have run the function, and return its value from the first process.
 
         After a failure, the other processes are terminated.
 
@@ -515,7 +514,10 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures of ended processes. Called before the others are stopped, as these then fail too."""
+        """Return a `RankFailure` for each process that has ended with a nonzero exit code.
+
+        Called before the other processes are stopped, as these then fail too.
+        """
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):

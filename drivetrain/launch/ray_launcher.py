@@ -47,7 +47,7 @@ _PIPE = 65536  # bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Where Ray has placed the worker of one rank: the machine, and the GPUs on this machine.
+    """Place where Ray runs one rank's worker: the machine, and the GPUs that Ray assigned to the worker.
 
     Attributes:
         node: Ray's id of the machine.
@@ -88,7 +88,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return the output that has arrived since the last call, without a last line that is still being written.
+        """Return and remove the output that has arrived. An unfinished last line is left for a later call.
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 
@@ -301,7 +301,7 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """Return how many ranks to start on a Ray cluster, and True if each of them gets a GPU."""
+    """Return how many ranks to start on a Ray cluster, and whether each of them gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
@@ -473,7 +473,7 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Receive new states and output of the ranks from their Ray workers, and print the output."""
+        """Wait briefly for reports of the ranks' Ray workers, then record their states and print their output."""
         # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)

@@ -170,7 +170,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Tell the user that starting the same command again resumes the run. Returns the exit code for this case."""
+    """Tell the user `what` happened and that the same command resumes the run. Returns the exit code."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
@@ -269,7 +269,7 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost stack frame in the user's own code. Without one, the innermost frame of all."""
+        """Innermost stack frame in the user's own code, or the innermost of all frames if there is none."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property

@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Last sign of progress of one rank, and its time, from which the watchdog tells how long the rank is idle."""
+    """Progress of one rank: its last sign and when it came, to measure for how long the rank is idle."""
 
     pid: int
     path: str
@@ -130,7 +130,7 @@ class Watchdog:
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Return a report of each running rank, with the current stack trace of its main thread."""
+        """Return a report of each running rank: its process state, idle time and current stack trace."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -146,7 +146,7 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return the failure to report if the run hangs, which names the rank that has been idle for longest.
+        """Return a `RankFailure` for a hanging run, with `text` and the rank that was idle for longest.
 
         Args:
             reports: The reports of this machine's ranks.
@@ -170,7 +170,7 @@ class Watchdog:
         )
 
     def _waits(self, local: int, report: RankReport) -> bool:
-        """Return True if a rank certainly waits for other processes, False if it may be computing."""
+        """Return True if a rank certainly waits in a collective, False if it may still compute there."""
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
         # On accelerators, CPU time does not count, and a forward or backward may still be computing.

@@ -116,7 +116,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
 
 
 def _exit_code(stop: SystemExit, *, report: bool) -> int:
-    """Return the exit code of a `SystemExit`, as Python does. With `report=True`, record a failure for the launcher."""
+    """Return the exit code of a `SystemExit`. With `report=True`, tell the launcher if it is not zero."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):

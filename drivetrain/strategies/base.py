@@ -49,7 +49,7 @@ def move_in_place(
     placed: Callable[[str, nn.Parameter], None] | None = None,
     moves: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> nn.Module:
-    """Move a model to a device without replacing its parameter objects, and return the model.
+    """Move a model to a device inside its existing parameter objects, so that optimizers stay valid.
 
     On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
     earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
@@ -159,7 +159,7 @@ class Topology:
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Return the topology of this process in a device mesh, where several processes may share a model or data."""
+        """Return the topology of the process at `place` in a device mesh, as for tensor parallelism."""
         return cls(
             state.environment,
             state.kind,
@@ -185,7 +185,7 @@ class Topology:
 
     @property
     def counts_rows(self) -> bool:
-        """True if this process's samples are counted in totals. False if another rank gets the same samples."""
+        """True if totals include this process's samples. Among ranks with the same samples, one is counted."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
@@ -195,7 +195,7 @@ class Topology:
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """Pair of this process's index among the ranks whose logged values are counted, and the number of such ranks.
+        """This process's index among the ranks whose logged values count, and the number of those ranks.
 
         Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
         the index of its data shard.
@@ -206,7 +206,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Drop duplicates from a list of one value per rank: ranks that work on the same data count only once.
+        """Select the values to count from a list with one per rank. Ranks with the same data count only once.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
@@ -220,7 +220,7 @@ class Topology:
         return total
 
     def share(self, result: Any) -> Any:
-        """Send an object from the pipeline stage that computes the loss to the other stages, and return it."""
+        """Send a result from the pipeline stage that computes the loss to all stages, which return it."""
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
@@ -288,7 +288,7 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if gradients wait outside of `.grad`, as FSDP's unreduced ones do between micro-batches."""
+        """Return True if gradients are held outside of `.grad`, as by FSDP before their reduction."""
         return False
 
     def discard(self, model: nn.Module) -> None:
@@ -490,7 +490,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise a `CheckpointError` unless the optimizer and the checkpoint have the same parameters in each group."""
+    """Raise a `CheckpointError` if an optimizer's parameter groups differ from those in the checkpoint."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -503,7 +503,7 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """Return the class name of an optimizer or scheduler, or None if its class is not the user's choice.
+    """Return the class name of an optimizer or scheduler. None if DeepSpeed or drivetrain chose the class.
 
     DeepSpeed's wrappers are removed first. Optimizers and schedulers of DeepSpeed and drivetrain are internal.
     """
@@ -600,7 +600,7 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return the number of elements of the full, unsharded parameter, and True if any process trains it."""
+        """Describe a parameter: its number of elements without sharding, and whether any process trains it."""
         return parameter.numel(), parameter.requires_grad
 
 
@@ -629,7 +629,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """A setting's value and the argument that set it, such as `Trainer(...)`, which error messages name.
+    """Value given for a setting, and the argument that gave it, so that error messages can name both.
 
     Attributes:
         argument: The argument, such as `"Trainer(gradient_clip_val)"`.
@@ -697,7 +697,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class that moves batches to devices such as TPUs, where each new input shape causes a compilation.
+    """Base class for moving batches to devices such as TPUs, which recompile for each new input shape.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -706,14 +706,14 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that moves a batch to the devices. `place` is the function that would be used otherwise.
+        """Return a function that moves a batch to the devices. It may call `place`, the default function.
 
         The data loader calls the function with each batch, and yields the result.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Complete the work for the last batch of an epoch, which is usually done when the next batch arrives."""
+        """Finish the placement of an epoch's last batch, such as by starting its computation on the device."""
         raise NotImplementedError
 
 
@@ -830,7 +830,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call for training or evaluation. Evaluation, for example, needs no gradient reduction.
+        """Return the module to call in a stage. For evaluation, this may be the model without DDP's wrapper.
 
         Called on all processes when the stage begins.
 
@@ -965,7 +965,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision that the selected configuration prescribes, or else the given precision.
+        """Return the precision set by the selected configuration, or else `given`.
 
         Args:
             given: A precision or its name, or None.
@@ -1027,7 +1027,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times, or None without support.
+    """Return a context in which processes may run out of batches at different times. None if unsupported.
 
     Raises a `ConfigurationError` if every forward pass of the strategy is collective.
     """
@@ -1042,7 +1042,7 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a loss of zero for a skipped batch, so that the process still joins the gradient reduction.
+    """Return a loss of zero for a skipped batch. Its backward pass joins the reduction of gradients.
 
     Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """

@@ -145,7 +145,7 @@ def classes_of(model: nn.Module) -> str:
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the FSDP units that do not share (tie) parameters with other modules. Those can be sharded alone.
+    """Return the FSDP units that share (tie) no parameters with other modules. Others are left out.
 
     Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     """
@@ -167,7 +167,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Map each parameter's `id` to the innermost FSDP units that use it. Tied parameters can have several."""
+    """Map each parameter's `id` to the innermost FSDP units that own it. A tied parameter may have several."""
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

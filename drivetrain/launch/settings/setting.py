@@ -38,7 +38,7 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Convert a setting's value, such as the text after a flag, to its type. None means that it is not given.
+        """Parse a setting's value, such as a flag's text, into its type. None if the value means unset.
 
         Args:
             value: The value, such as the text after a flag.

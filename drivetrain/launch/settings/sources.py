@@ -55,7 +55,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return launch settings from the environment variables of another launcher, without its fixed defaults."""
+    """Return the launch settings in another launcher's variables, without values that it always writes."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -186,7 +186,7 @@ class _Reader:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Add launch settings that follow from several keys of a file, after all keys have been read."""
+        """Add the settings that follow from several keys of a file. Called after all keys have been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")

@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """DDP gradient bucket with replaced tensors, for torch's PowerSGD hook, which does not support all shapes."""
+    """DDP gradient bucket with tensors reshaped as torch's PowerSGD hook requires them."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -326,7 +326,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a step that ran out of memory can be run again, because no process waits for another within it."""
+        """True if a step that ran out of memory can be run again, so without `comm_hook` and `sync_batchnorm`."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -366,7 +366,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises if processes pass it different texts, for example about frozen parameters."""
+    """Return a function that raises if processes pass different texts, such as lists of trained parameters."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -395,7 +395,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """State dicts for checkpoints under `DDP`. Checks first that the processes' models are still equal."""
+    """State dicts for checkpoints under `DDP`, after a check that all processes have equal models."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)

@@ -57,7 +57,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run DDP's search for unused parameters after a forward pass, and measure how long it takes.
+        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Returns its result.
 
         Returns what DDP's post-forward function returns.
         """
@@ -68,7 +68,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Record which parameters the last step used. Returns True once enough steps have been observed."""
+        """Note which parameters a step used. Returns True once enough steps have been observed."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -88,7 +88,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Return the indices of parameters that are never used. None if DDP must keep searching for them.
+        """Settle whether DDP can stop searching for unused parameters. Returns their indices, or None if not.
 
         All processes must call this.
         """
@@ -108,7 +108,7 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Warn the user if `find_unused_parameters=True` was unnecessary in the first steps, and what it cost."""
+        """Tell the user if `find_unused_parameters=True` was unnecessary in the first steps, and its cost."""
         never = self.never_used()
         if never is None:
             return
@@ -180,7 +180,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
-        """Rebuild DDP's gradient reducer if parameters were frozen or unfrozen. Returns False if all are frozen.
+        """Rebuild DDP's gradient reducer if `requires_grad` of parameters changed. False if all are frozen.
 
         With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
         """
@@ -234,7 +234,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Register a communication hook by calling `register`. Repeated whenever DDP's gradient reducer is rebuilt.
+        """Call `register(self)` to register a communication hook, now and whenever DDP is rebuilt.
 
         A new hook state is created each time, because the state may depend on the buckets.
         """
@@ -266,7 +266,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """Turn off `find_unused_parameters`, and no longer reduce the parameters at the indices `never`.
+        """End DDP's search for unused parameters, and exclude the ones at the indices `never` from DDP.
 
         An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
         gradient would not be averaged.
@@ -340,7 +340,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_backward([loss])
 
     def zero_loss(self) -> Tensor:
-        """Return a zero loss over the reduced parameters. With `find_unused_parameters`, it depends on none.
+        """Return a zero loss that depends on all parameters, or on none with `find_unused_parameters`.
 
         With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay to
         it.
@@ -379,7 +379,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """Return the parameters that DDP reduces, and those that it was told to ignore."""
+        """Return the parameters that this module covers: those DDP reduces, and those set to be ignored."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
@@ -453,12 +453,12 @@ class DriftCheck:
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Compare processes before this optimizer's next step, because it has gained or lost parameters."""
+        """Restart an optimizer's step count, so that processes are compared before its next step."""
         self._left.pop(optimizer, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context without comparisons of processes, for loops in which their numbers of steps differ."""
+        """Return a context in which processes are not compared, for loops whose numbers of steps differ."""
         every, self.every = self.every, 0
         try:
             yield
@@ -466,7 +466,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Raise if parameters or gradients differ between processes. All processes must call this."""
+        """Raise if the named parameters or their gradients differ between processes. A collective call."""
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -490,7 +490,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """DDP modules that contain parameters of an optimizer, and its parameters that no DDP module reduces.
+    """Where an optimizer's parameters are held: in which DDP modules, and which are outside of all of them.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -504,7 +504,7 @@ class Held:
 
 
 class Copies:
-    """All DDP modules of a run, to check that the processes' copies of each model stay equal.
+    """Registry of a run's DDP modules, to check that the copies of a model on all processes stay equal.
 
     Attributes:
         wrapped: The DDP modules.
@@ -527,7 +527,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return which DDP modules contain an optimizer's parameters, and which parameters no DDP module reduces.
+        """Find the DDP modules that hold an optimizer's parameters, and parameters outside of all of them.
 
         The result is cached until the optimizer's parameters or a module's reducer change.
         """
@@ -551,7 +551,7 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average gradients of parameters outside of all DDP modules, such as layers added after `prepare`.
+        """Average gradients of parameters outside (beside) all DDP modules, such as layers added later.
 
         All processes must call this.
         """
@@ -561,7 +561,7 @@ class Copies:
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step, and return True if processes must compare their gradients before it."""
+        """Count an optimizer step. Returns True if processes must compare parameters and gradients now."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, which LocalSGD uses, copies differ on purpose.
@@ -598,7 +598,7 @@ class Copies:
             self._check.compare(named, gradients=False)
 
     def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure for `step` that calls `closure`, and compares gradients between processes the first time."""
+        """Wrap the closure of one step so that its first call also compares gradients between processes."""
         waits = [True]
 
         def run() -> Any:
@@ -612,7 +612,7 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return the norm and the scaled sum of each tensor, with which processes compare tensors cheaply.
+    """Return two numbers per tensor as its fingerprint: the norm and a scaled sum. Processes compare these.
 
     Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
     (Cauchy-Schwarz).

@@ -22,7 +22,7 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Return a context in which new modules have no memory for parameters (meta device), but real buffers.
+    """Return a context in which new modules have parameters on the meta device, but real buffers.
 
     Buffers are small, and tables computed in a constructor could not be recomputed.
     """

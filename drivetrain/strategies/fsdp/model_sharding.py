@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The arguments of the `FSDP` strategy after validation. They are explained in the docstring of `FSDP`."""
+    """Validated arguments of the `FSDP` strategy, which its docstring explains."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -89,7 +89,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the options that differ from their defaults, as Python source, for the strategy's `repr`."""
+        """Return the changed options as text, such as `cpu_offload=True`, for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -206,7 +206,7 @@ class ModelSharder:
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """Return the model as FSDP sharded it in an earlier call, to avoid doing it again. None at the first call.
+        """Return the model if an earlier call has sharded it, so that it can be reused. None if unsharded.
 
         Raises a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
         """
@@ -303,7 +303,7 @@ class ModelSharder:
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that FSDP shards as outermost ones: the model, or its children if a task calls only those.
+        """Return the modules to shard as roots: the model, or its children if a task runs backward itself.
 
         A task that runs backward itself calls its children directly, without the model's forward.
         """
@@ -379,7 +379,7 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return FSDP's policy with the dtypes in which parameters are gathered and gradients are reduced.
+        """Return FSDP's policy: the dtypes in which it gathers parameters and reduces gradients.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -404,7 +404,7 @@ class ModelSharder:
         )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Take the parameter values from a model, to send rank 0's after sharding. None if all processes have values.
+        """Take the model's values out before sharding, to send rank 0's later. None if all ranks have values.
 
         If every process has built the model, rank 0's values are used, as in DDP.
         """
@@ -442,7 +442,7 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average the gradients of parameters that FSDP does not shard, in every backward pass from now on."""
+        """From now on, average gradients of the `replicated` (unsharded) parameters in each backward pass."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)

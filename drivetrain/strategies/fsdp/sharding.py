@@ -55,7 +55,7 @@ class BlockForward:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
     def again_for(self, block: nn.Module) -> None:
-        """Give another block, such as a copy of the model's block, a `forward` with the same options."""
+        """Replace the `forward` of a copied block by one with the same checkpointing and compile options."""
         block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
 
 
@@ -104,7 +104,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Place of a parameter in a model: module and name. Used to find the parameter that later replaces it.
+    """Module and name of a registered parameter, by which to find the parameter that sharding puts there.
 
     Recorded before sharding, which registers another parameter under the name.
 
@@ -167,7 +167,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """Return the parameters that sharding has put in place of the recorded ones, by the `id` of the old ones."""
+    """Map the `id` of each parameter that sharding has replaced to the parameter now registered instead."""
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -216,7 +216,7 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
 
 
 class ReplacedParameters:
-    """Record of the parameters that sharding has replaced, to detect optimizers that would step the old ones.
+    """Parameters that sharding has replaced, to detect optimizers that still step these old ones.
 
     Parameters are held by reference, because Python may reuse the `id` of a freed one.
     """
@@ -226,7 +226,7 @@ class ReplacedParameters:
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """After a model was sharded, make its optimizers step the new, sharded parameters instead of the old ones."""
+        """Make optimizers follow the sharding of a model: they step its new parameters from now on."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -234,7 +234,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise in an optimizer's first step if it still holds parameters from before the model was sharded."""
+        """Raise at an optimizer's first step if it still holds parameters that sharding has replaced."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -279,7 +279,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of the `fully_shard` arguments, adapted to the outermost module of a model.
+        """Return these `fully_shard` arguments adapted to the outermost module of a model.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -386,7 +386,7 @@ def _records_of(unit: Any) -> list[Any]:
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Replace this process's shard of a parameter. `one` is FSDP's internal record of the parameter."""
+    """Set this process's shard of a parameter to `local`. `one` is FSDP's internal `FSDPParam` object."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -410,7 +410,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise if FSDP would reduce gradients of two dtypes together, after parameters have been unfrozen."""
+    """Raise if modules that FSDP shards as a unit train parameters of mixed dtypes after an unfreeze."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -432,7 +432,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gathered full parameter of each shard. Autograd computes gradients for these under FSDP.
+    """Return the full parameters that FSDP has gathered for the given shards, for `backward(inputs=...)`.
 
     A tensor that is not a shard is returned unchanged.
     """
@@ -523,7 +523,7 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """Replacement for `__deepcopy__` of a model that FSDP sharded within a wrapper. Copies are sharded as well."""
+    """The `__deepcopy__` of a model that FSDP has sharded inside of a wrapper. Its copies are sharded too."""
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer

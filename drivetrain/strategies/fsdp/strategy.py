@@ -77,9 +77,9 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return this process's part of a gradient, and over which mesh dimensions the gradient is sharded.
+    """Return the mesh dimensions over which a gradient is sharded, and this process's part of the gradient.
 
-    The second value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
+    The first value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     """
     if not isinstance(gradient, DTensor):
         return None, gradient
@@ -92,7 +92,7 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over a group of gradients, as a part of their total norm. For infinite p, the largest.
+    """Return the sum of |g|^p over gradients that are sharded alike, or their maximum for infinite p.
 
     `group` is the mesh and its sharded dimensions. A collective call if it is not None.
     """
@@ -326,7 +326,7 @@ class FSDP(Strategy):
         state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Set the strategy's parts: the topology, the object that shards models, and the gradient operations.
+        """Assemble the strategy from this process's topology and `placer`, the object that shards models.
 
         Args:
             topology: The position of this process in the run.
@@ -398,6 +398,6 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the largest value that a scalar tensor has on any process. All processes must call this."""
+    """Return the maximum of a scalar tensor over all processes. All processes must call this."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest

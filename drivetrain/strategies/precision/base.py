@@ -64,7 +64,7 @@ class Precision:
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return the precision's autocast context, for use outside of the model. It is disabled without autocast.
+        """Return the autocast context for code outside the model, disabled for a precision without autocast.
 
         Args:
             kind: The kind of device.
@@ -78,13 +78,13 @@ class Precision:
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Do not change the loss scale while `holds()` is True, that is, while gradients accumulate.
+        """Keep the loss scale constant while `holds()` is True, that is, while gradients accumulate.
 
         Accumulated gradients were computed with the current scale, which therefore must not change before their step.
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Skip an optimizer step on all processes if any of them finds gradients that overflow.
+        """Make all processes skip an optimizer step if gradients overflow on any of them.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 
@@ -145,7 +145,7 @@ class Precision:
 
 
 def overrides(precision: Precision, method: str) -> bool:
-    """Return True if a precision has its own version of a method. Used to skip calls that would do nothing."""
+    """Return True if a precision's class overrides the `Precision` method named `method`."""
     return getattr(type(precision), method) is not getattr(Precision, method)
 
 

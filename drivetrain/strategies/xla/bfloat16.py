@@ -19,7 +19,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Choice of rounding floats to bfloat16 on TPUs: the user's option, and the environment variable for XLA.
+    """How XLA rounds floats to bfloat16: the option that selects this, and the environment variable to set.
 
     The option and the variable are None without rounding.
     """
@@ -29,7 +29,7 @@ class Rounding:
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Return the rounding selected by the user's option `downcast_bf16` or `use_bf16`, or no rounding.
+        """Return the rounding for the options `downcast_bf16` and `use_bf16`, of which only one may be True.
 
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """

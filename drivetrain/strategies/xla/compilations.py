@@ -64,7 +64,7 @@ class Compilations:
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step. Warn if XLA still had to compile in several of the last steps."""
+        """Count an optimizer step. Warn if many of the last steps had to wait for XLA to compile a graph."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)
@@ -78,7 +78,7 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Count a batch outside of training steps, as in evaluation. Warn if XLA compiles for every batch."""
+        """Record the end of a batch. Outside of training, warn if XLA compiles for every batch."""
         if self._stepped:
             self._stepped = False
             # The step has counted its own compilations.
@@ -98,7 +98,7 @@ class Compilations:
 
 
 class _Watched:
-    """The last few steps or batches: whether XLA compiled for each of them, and their tensors' shapes."""
+    """Record of the last few steps or batches: whether XLA compiled for each, and their tensor shapes."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -106,7 +106,7 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Record a step or batch with its shapes. Returns True if XLA has compiled a graph for it."""
+        """Note the shapes of a step or batch. Returns True if XLA's `total` of compilations has grown."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)
@@ -114,7 +114,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """Return a name, such as `batch['x']`, and the shape for each tensor in a nested batch."""
+    """Return the name and shape of each tensor in a nested batch, such as `("batch['x']", (8, 3))`."""
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):
@@ -125,7 +125,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return advice for a warning about repeated compilation, with the tensors whose shapes vary."""
+    """Return text for a warning: which tensor shapes changed between batches, and how to avoid that."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

@@ -75,11 +75,11 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Average this model's gradients over all processes in each later backward pass."""
+        """Add a model whose gradients are averaged over all processes in each later backward pass."""
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models over processes. Does nothing within `no_sync`."""
+        """Average the gradients of all prepared models over processes, unless within `no_sync`."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
@@ -105,7 +105,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Numbers of devices along the axes of an XLA mesh: model replicas, shards of parameters, and split layers."""
+    """Sizes of an XLA device mesh: model replicas, shards of each parameter, and parts of split layers."""
 
     data: int = REST
     shard: int = 1
@@ -181,12 +181,12 @@ class DeviceMesh:
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if each device holds another part of the tensor, False if all hold a full copy."""
+        """Return True if the tensor is sharded over devices, False if each device holds a full copy."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return XLA's description of how a tensor is distributed over devices. Empty if it is not."""
+        """Return the text in which XLA describes how a tensor is sharded. Empty if the tensor is not sharded."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
@@ -212,7 +212,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Object that moves batches to XLA devices. It first starts the computation recorded for the previous batch."""
+    """Placement of batches on XLA devices. Before each transfer, it starts the computation recorded so far."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
@@ -471,7 +471,7 @@ class XLA(Strategy, PlacesBatches):
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model to the precision and move it to the XLA devices, which split or copy its parameters."""
+        """Convert a model to the precision, and move it to the XLA devices, sharded or copied as configured."""
         converted = precision.convert(model)
         if not move:
             return converted

@@ -63,11 +63,10 @@ class GatheredWeight:
         self._shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 
     def is_of(self, layer: Any) -> bool:
-        """Return True if the layer's weight is still the tensor for which this extension was created."""
         return layer.weight._local_tensor is self._shard
 
     def mark_scaled(self) -> None:
-        """Record that the float8 scale was computed from the weight's current values."""
+        """Mark the weight's float8 scale as valid until the weight's values change."""
         self._scaled = self._versions()
 
     def _versions(self) -> tuple[int, int]:
@@ -82,14 +81,14 @@ class GatheredWeight:
 
 
 class Float8AllGather:
-    """Weights that FSDP gathers in float8 to save communication, with the optimizers that change them."""
+    """Record of the weights that FSDP gathers in float8, and of the optimizers that change these weights."""
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Make FSDP gather the float8 layers' weights in float8, and note which of them the optimizer changes."""
+        """Make FSDP gather the weights of float8 layers in float8, and record those that `optimizer` steps."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
@@ -116,7 +115,7 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each float8 layer whose weight FSDP can gather in float8, with FSDP's internal object for it.
+    """Yield each float8 layer whose weight FSDP can gather in float8, and FSDP's `FSDPParam` of the weight.
 
     Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
     forward, since FSDP has no all-gather extension for them (torch 2.13). Skips weights offloaded to the CPU.

@@ -34,7 +34,7 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make the linear layers in `layers` compute in float8. The layers in `kept` are not changed.
+        """Make a model's linear layers in `layers` compute in float8, and leave those in `kept` unchanged.
 
         Parameters and their names stay unchanged.
         """
@@ -89,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """A model's linear layers by name: those to convert to float8, and those that keep their precision.
+    """Linear layers of a model, divided into those to convert to float8 and those to leave unchanged.
 
     Attributes:
         converted: Layers to convert to float8.
