@@ -152,5 +152,5 @@ def test_the_accelerator_refuses_to_mix_losses_with_and_without_weight():
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).sum(), weight=3)
-    with accelerator.accumulate(model), pytest.raises(ConfigurationError, match="without"):
+    with accelerator.accumulate(model), pytest.raises(ConfigurationError, match="others do not"):
         accelerator.backward(model(torch.ones(1, 1)).sum())

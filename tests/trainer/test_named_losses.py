@@ -221,9 +221,9 @@ REFUSED: list[tuple[Odd, dict[str, Any], str]] = [
     (
         Odd(optimizers=lambda t: {"a": SGD(t.parameters(), 0.1), "b": SGD(t.critic.parameters(), 0.1)}),
         {},
-        "'a' and 'b' hold the same parameter",
+        "'a' and 'b' have a parameter in common",
     ),
-    (Odd(optimizers=lambda t: {"a": torch.optim.LBFGS(t.parameters())}), {}, "needs a closure.*takes one loss"),
+    (Odd(optimizers=lambda t: {"a": torch.optim.LBFGS(t.parameters())}), {}, "needs a closure.*uses a single loss"),
     (Odd(optimizers=lambda t: {"optimiser": SGD(t.parameters(), 0.1)}), {}, "Did you mean 'optimizer'"),
 ]
 

@@ -251,7 +251,7 @@ def test_a_launchers_processes_start_no_others(
     with caplog.at_level(logging.WARNING):
         trainer = spawning(devices="auto")
     assert (trainer.spawning, trainer.strategy.name) == (None, "ddp")
-    assert "strategy='ddp_spawn': a launcher" in caplog.text
+    assert "instead of 'ddp_spawn', because a launcher" in caplog.text
     with pytest.raises(ConfigurationError, match=r"devices=2, but the launcher"):
         spawning(devices=2)
 

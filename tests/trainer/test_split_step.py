@@ -208,7 +208,7 @@ def fit_once(task: Task) -> None:
 
 
 def test_a_task_that_computes_gradients_itself_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="which ByHand computes by itself"):
+    with pytest.raises(ConfigurationError, match="does not support ByHand, because it uses manual optimization"):
         fit_once(ByHand())
 
 
