@@ -392,7 +392,7 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Call the original `nn.Module._apply`, but raise an error if the function moves or casts tensors."""
+        """Stand in for a module's `_apply`: raise `StreamedModelError` if `function` moves or casts tensors."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
             # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.

@@ -284,7 +284,6 @@ class _Loading:
         self.left_over = [name for name in weights if name not in used and name not in saved]
 
     def _source(self, name: str) -> str | None:
-        """Return the name of a tensor's weight in the checkpoint, or that of a tied weight, or None."""
         found = name if name in self._weights else self._weights.same.get(name)
         return found if found in self._weights else None
 
@@ -361,7 +360,6 @@ class _Loading:
         return next((each for each in found if each != DISK), found[0])
 
     def _target(self, item: _Item, device: torch.device) -> Tensor:
-        """Return the tensor to read a weight into: the model's own if device and dtype match, else a new one."""
         old = item.old
         # Values of a memory-mapped tensor must not be overwritten, since it is a part of a file.
         is_its_own = not wraps_others(old) and mapped_range(old) is None

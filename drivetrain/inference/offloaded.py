@@ -77,7 +77,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Make `value` a replacement for a model's tensor `old`: if `old` is a parameter, one with equal attributes."""
+    """Return `value`, or a parameter made from `value` with the attributes of `old` if `old` is a parameter."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())

@@ -117,7 +117,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` or, if it is a `ModuleList` or `ModuleDict`, whose hooks would never run, its children."""
+    """Yield a module whose forward is called: `module`, or the children of a `ModuleList` or `ModuleDict`."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -597,7 +597,12 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Replace tensors by memory-mapped ones. Return references to those that had to be written to files first."""
+    """Memory-map the named tensors from the offload folder, after writing those that are in no file yet.
+
+    Return the places of the tensors that had to be written. Raises `ConfigurationError` if `folder` is None and a
+    tensor
+    must be written.
+    """
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:

@@ -46,7 +46,12 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Raise an error unless all ranks now call the same collective, with equal shapes and dtypes."""
+        """Exchange `call`, which describes a collective, with all ranks. Raise an error if the descriptions differ.
+
+        Args:
+            call: The collective's name, with the shapes and dtypes of its tensors.
+            line: The line of user code that called it, for the error message.
+        """
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")

@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Open the progress counter that the launcher reads, or a private one if no launcher reads it."""
+        """Open the counter of this rank in the launcher's file, or create a private one if there is no launcher."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()

@@ -534,10 +534,11 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global generators as if they had drawn the sample order, unless other code used them.
+        """Advance the global generators past the sample order, as if it had been drawn from them.
 
-        It is called after the first items are drawn, and again at the end. The second call advances only generators
-        that nothing else has used in between.
+        A generator that other code has used in between keeps its own state. The method is called after the first items
+        are
+        drawn, and again at the end. The second call advances only generators that nothing else has used in between.
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:
@@ -574,7 +575,6 @@ def _plain(state: Any) -> Any:
 
 
 def _arrays(state: Any) -> Any:
-    """Convert the result of `_plain` back to a NumPy generator's state with arrays."""
     if isinstance(state, Mapping):
         if state.keys() == {"dtype", "values"}:
             return np.array(state["values"], dtype=state["dtype"])

@@ -96,7 +96,7 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Undo what speeds up inference in a quantized layer, so that gradients flow in evaluation mode too.
+        """Make a quantized layer differentiable in evaluation mode, by undoing optimizations for inference only.
 
         Args:
             layer: The layer.
@@ -170,7 +170,7 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a quantized tensor with the class and options of `like` from the inner tensors in `parts`."""
+    """Build a quantized tensor of the given shape from its inner tensors, with the class and options of `like`."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]

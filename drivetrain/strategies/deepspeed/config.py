@@ -219,7 +219,7 @@ class DummyScheduler:
 
 
 def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
-    """Return the `DummyScheduler` that was created for an optimizer, or None if there is none."""
+    """Return the `DummyScheduler` that stands in for an optimizer's scheduler, or None if none was created."""
     return _STANDING_IN.get(optimizer)
 
 
@@ -278,7 +278,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Settings of a run that replace `"auto"` values in a DeepSpeed configuration, and must agree with other values.
+    """What a run knows of the values that are `"auto"` or missing in a DeepSpeed configuration, to fill them in.
 
     Attributes:
         world_size: Number of processes.
@@ -622,7 +622,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """DeepSpeed configuration, with further options of the `DeepSpeed` strategy that this format does not contain.
+    """Options of the `DeepSpeed` strategy: a DeepSpeed configuration, and settings that its format lacks.
 
     Attributes:
         config: The configuration, in which `"auto"` values are not yet filled in.

@@ -251,7 +251,7 @@ class DeepSpeedGroup:
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Make DeepSpeed drop its references to the process group, unless another strategy still needs them."""
+        """Make DeepSpeed forget the process group at the end of a run, unless another strategy still uses it."""
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return

@@ -27,7 +27,7 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Gather a model's full parameters and buffers from its DeepSpeed engine, by name. A collective call.
+    """Gather a model's full state dict from its DeepSpeed engine, each tensor on chosen processes. A collective call.
 
     Args:
         trained: The model's engine.

@@ -99,7 +99,6 @@ class MergedState(ModelState):
         return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
 
     def _around(self, placed: PlacedModel) -> StateDict:
-        """Return the tensors in a task's state that are outside of the Megatron model, such as metrics, by name."""
         own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
         state = placed.owner.state_dict(keep_vars=True)
         return {
@@ -183,7 +182,7 @@ def _local(entry: Entry, whole: Tensor) -> Tensor:
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Gather, for each optimizer group, the names of its parameters in the full model. A collective call."""
+    """Return the names of the full model's parameters in each parameter group, from all ranks. A collective call."""
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups

@@ -100,7 +100,9 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """Task that contains the model. Raises `ConfigurationError` if its class is not a `MegatronTask`."""
+        """The model's task, whose methods the schedule calls. Raises `ConfigurationError` if it is no
+        `MegatronTask`.
+        """
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, whose forward_step a schedule calls.",
@@ -142,7 +144,7 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Register a prepared model, and drop the record of an earlier `prepare` of the same model."""
+        """Add a prepared model. It replaces the entry of an earlier `prepare` of the same model."""
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
@@ -306,14 +308,13 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches to add, as interleaved stages need a multiple of the stage count."""
+        """Return how many dummy micro-batches make `count` a multiple of the stages, if stages are interleaved."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
-        """Return rows and length of a step's micro-batches, from which stages derive the shapes they exchange."""
         if self._placed.config.pipeline_model_parallel_size == 1:
             return 1, 1
         program = self._placed.program
@@ -331,7 +332,7 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """Runner of an evaluation step on all pipeline stages, each of which sends activations to the next stage."""
+    """Runner of an evaluation step: it calls the step on each pipeline stage and sends activations between them."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology

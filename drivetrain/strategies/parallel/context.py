@@ -185,7 +185,7 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Check that attention has run since the counter `calls` was `since`. Raises `ConfigurationError` otherwise.
+        """Raise `ConfigurationError` if attention has not run since the counter `calls` had the value `since`.
 
         Without such a call, tokens would not see those on other processes.
         """
@@ -197,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return this context manager, or one that does nothing if attention already covers full sequences."""
+        # None if the caller is not inside of this context already.
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -394,7 +394,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Base class for context parallelism, whose methods change nothing. It is used directly if `cp` is 1."""
+    """No-op context parallelism, for `cp=1`: sequences stay whole. Base class of `SplitSequences`."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
@@ -403,7 +403,7 @@ class Sequences:
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the model, wrapped so that each call gets only this process's part of the batch's sequences."""
+        """Wrap a model so that each call gets this process's part of the batch's sequences. Return the wrapper."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:

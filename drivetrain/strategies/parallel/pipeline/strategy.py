@@ -89,7 +89,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run a task's step until it calls the split model, and return this call with its arguments."""
+        """Run a task's step only until it calls the split model. Return the call, with its arguments."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ class StagePlacer:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Prepare a stage: shard its parameters over the processes that run the same stage, if sharding is enabled."""
+        """Prepare a pipeline stage in place: shard its parameters over the processes that run it, if asked to."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -344,7 +344,9 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Split a model into stages, apply tensor parallelism and sharding to each, and return the model."""
+        """Distribute a model over the mesh: split it into stages, then apply tensor parallelism and sharding to
+        each.
+        """
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
