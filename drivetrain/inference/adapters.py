@@ -198,7 +198,7 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Add peft's LoRA adapters to the frozen layers with the given names, and keep all training modes."""
+        """Add peft's LoRA adapters to the named frozen layers of a model, without changing their training modes."""
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes

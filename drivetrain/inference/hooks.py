@@ -121,7 +121,7 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Remember which modules have this hook, so that a later change of the hook takes effect there.
+        """Record that this hook was added to a module or removed, so that later changes of the hook reach the module.
 
         Args:
             module: The module.
@@ -331,7 +331,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a function that moves weights from tracing by `torch.compile`. Return the wrapped function."""
+    """Wrap a function that moves weights, so that `torch.compile` does not trace it. Return the wrapper."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:

@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """Return a meta-device model for a class or a config, or only the model's size for safetensors files."""
+    """Return a model on the meta device, from a class or a config. For safetensors files, return its size only."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)

@@ -77,7 +77,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, or a parameter made from `value` with the attributes of `old` if `old` is a parameter."""
+    """Return `value` ready to replace `old` in a model: as a parameter with equal attributes if `old` is one."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())

@@ -27,7 +27,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Search for a packing. Return the bin index of each item, or None if no packing was found in time.
+        """Search for a packing. Return each item's bin index, or None if none is found within `most_steps`.
 
         Args:
             largest_first: True to place items in the order of decreasing size, False to place them in the given order.
@@ -378,7 +378,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return sizes in bytes, ascending: how much accelerator memory to try to keep free for offloaded blocks."""
+    """Return bytes of memory, in ascending order, to try to keep free for copies of offloaded blocks."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes

@@ -266,9 +266,9 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Queue a batch's results for an asynchronous copy to the CPU. Return finished results, usually none yet.
+        """Start copying a batch's results to the CPU. Return the results of a full block, or an empty list before.
 
-        Returns the finished block if it is full, else an empty list. `cut` is applied to the structure after the copy.
+        `cut` is applied to the structure after the copy.
         """
         own: set[torch.device] = set()
 

@@ -506,7 +506,7 @@ class SeparateDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context manager whose body draws from the private random state instead of the global generators."""
+        """Context manager in which random numbers for the sample order are drawn from a private random state."""
         outside = RandomState.capture(devices=False)
         self._state.restore()
         try:
@@ -537,8 +537,7 @@ class SeparateDraws:
         """Advance the global generators past the sample order, as if it had been drawn from them.
 
         A generator that other code has used in between keeps its own state. The method is called after the first items
-        are
-        drawn, and again at the end. The second call advances only generators that nothing else has used in between.
+        are drawn, and again at the end. The second call advances only generators that nothing else has used in between.
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:

@@ -156,7 +156,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Return the metadata of a quantized tensor and of its inner tensors as strings, to compare two tensors."""
+    """Return text that describes how a tensor is quantized, one string for each inner tensor, for comparisons."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []

@@ -266,7 +266,6 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
 
 
 def _normalised(config: Config) -> Config:
-    """Convert older spellings in a DeepSpeed configuration: `bfloat16` becomes `bf16`, and text becomes booleans."""
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in _PRECISIONS:
@@ -278,7 +277,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """What a run knows of the values that are `"auto"` or missing in a DeepSpeed configuration, to fill them in.
+    """Facts about a run, such as its world size, to fill in `"auto"` and missing values of a configuration.
 
     Attributes:
         world_size: Number of processes.

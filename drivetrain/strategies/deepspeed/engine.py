@@ -272,7 +272,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the `TrainedModel` whose engine steps an optimizer. Raises `ConfigurationError` if there is none."""
+        """Return the model whose DeepSpeed engine steps an optimizer. Raises `ConfigurationError` if there is none."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -367,7 +367,7 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
 
 
 class _Settled(list[Any]):
-    """Read-only list of parameter groups or of the parameters in a group. DeepSpeed would ignore changes to them."""
+    """List that raises an error when changed, for parameter groups: DeepSpeed would ignore the change."""
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -514,14 +514,14 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Scale an engine's gradients by a factor that had to wait until the last backward before the step."""
+    """Multiply an engine's gradients by the postponed factor `pending_scale`, if no further backward will follow."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context for a second backward pass before an optimizer step, in which its gradients are added.
+    """Return a context for a second backward pass before a step, which adds its gradients to those of the first.
 
     DeepSpeed's stages 1 and 2 would overwrite the earlier gradients. Raises `ConfigurationError` if gradients are
     offloaded.

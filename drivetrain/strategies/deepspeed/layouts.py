@@ -58,7 +58,7 @@ class Layout(ABC):
         """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Write changed gradients back to the engine, in case the method `gradients` has returned copies."""
+        """Write gradients that the caller has changed to the engine. Needed if `gradients` returned copies of them."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -89,7 +89,7 @@ class Layout(ABC):
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Keep an optimizer step within the context from changing the given parameters and their state.
+        """Context manager that keeps an optimizer step in its body from changing the given parameters and their state.
 
         Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
         weight decay would change them.

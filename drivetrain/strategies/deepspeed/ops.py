@@ -203,7 +203,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create Adagrad's state for the tensors that an engine steps. Adagrad creates its state only at construction."""
+    """Create an Adagrad optimizer's state for the engine's tensors, because Adagrad creates none when it steps."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return

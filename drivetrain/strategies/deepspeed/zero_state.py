@@ -27,7 +27,7 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Gather a model's full state dict from its DeepSpeed engine, each tensor on chosen processes. A collective call.
+    """Gather a model's full state dict from its DeepSpeed engine, on the chosen processes. A collective call.
 
     Args:
         trained: The model's engine.
@@ -156,7 +156,6 @@ def gathered(parameter: nn.Parameter) -> Tensor:
 
 
 def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write a full tensor to a parameter that ZeRO-3 has partitioned, so that each process stores its part."""
     import deepspeed
 
     # At the end of the context, rank 0's value is sent to all processes, and each stores its part.

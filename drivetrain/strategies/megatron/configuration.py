@@ -321,7 +321,6 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
 
 
 def _check_distributed(optimizer: Optimizer) -> None:
-    """Raise `ConfigurationError` if megatron-core's distributed optimizer does not support the optimizer's class."""
     from megatron.core import optimizer as kernels
 
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)

@@ -106,7 +106,7 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Gather full tensors by name, each to the CPU of one rank. Others get meta tensors. A collective call.
+        """Gather full tensors by name, each to the CPU of one rank. Other ranks get meta tensors. A collective call.
 
         Args:
             values: Returns the local part of an entry's tensor, for example a master weight.

@@ -100,9 +100,7 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """The model's task, whose methods the schedule calls. Raises `ConfigurationError` if it is no
-        `MegatronTask`.
-        """
+        """The model's `MegatronTask`. Raises `ConfigurationError` if the task is of another class."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, whose forward_step a schedule calls.",
@@ -308,7 +306,7 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches make `count` a multiple of the stages, if stages are interleaved."""
+        """Return how many dummy micro-batches to add, so that interleaved stages get a multiple of their number."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
@@ -386,7 +384,7 @@ class Evaluation(nn.Module):
 
 
 class MegatronRuntime:
-    """Functions of the `Megatron` strategy with which a `MegatronTask` builds and runs its model."""
+    """Interface of the `Megatron` strategy through which a `MegatronTask` builds its model and runs it."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]

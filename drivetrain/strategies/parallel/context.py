@@ -46,7 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Part of each sequence that this process holds under context parallelism.
+    """Which part of each sequence a process holds under context parallelism, with methods to cut out this part.
 
     Attributes:
         group: Process group over which sequences are split.
@@ -197,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        # None if the caller is not inside of this context already.
+        # The trainer may have entered a context already, which must not be entered twice.
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -275,7 +275,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Compute gradients like `Tensor.backward`, but so that attention stays replaced while they are computed.
+    """Compute gradients like `Tensor.backward`, but without leaving the context that replaces attention.
 
     Torch's own function is seen by function modes, and each such call would leave the attention context.
     """

@@ -96,7 +96,11 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Allocate the buffers in which the next step receives tensors, from one `Route` per micro-batch."""
+        """Prepare to receive the next step's tensors: allocate buffers with the shapes in `routes`.
+
+        Args:
+            routes: For each micro-batch, the shapes of the tensors that stages exchange.
+        """
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -186,7 +190,7 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward of the micro-batches of an optimizer step in the schedule's order.
+        """Run forward and backward of an optimizer step's micro-batches, in the order of the pipeline schedule.
 
         Args:
             routes: For each micro-batch, the shapes of the tensors that stages exchange.

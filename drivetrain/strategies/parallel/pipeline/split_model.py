@@ -120,7 +120,7 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
 
 
 class _Memory:
-    """Attribute of a task that stores its split model. It is empty in a copied or unpickled task, to be split anew."""
+    """Attribute of a task that stores its split model. In a copied or unpickled task, it is empty."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split

@@ -254,7 +254,7 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _kept(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Return a function that calls a module and stores the `wanted` tensors of its output in `passed`."""
+    """Wrap a module's call so that the `wanted` tensors of its output are also stored in `passed`, to be sent."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -599,7 +599,7 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Send tensors to the next stage, after a status that tells the next stage whether this one failed."""
+        """Send tensors to the next stage. The `status` sent first tells whether this stage failed."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))
