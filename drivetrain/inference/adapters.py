@@ -284,7 +284,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return the matrix that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
+        """Return the update that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())

@@ -22,7 +22,7 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Offloaded weights that are copied to the compute device together, just before the first of their modules runs.
+    """Group of offloaded weights that are copied to the device together, before the first of their modules runs.
 
     Attributes:
         name: Name of the first module.

@@ -433,7 +433,7 @@ class _Loading:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Join names with commas for a message. A long list is cut to eight names and the number of the others."""
+    """Join names for a message. Only the first eight are named, followed by the number of further names."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 

@@ -247,7 +247,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Find an offloaded weight on disk: return its memory-mapped file, and its name in the file.
+        """Return where an offloaded weight is on disk: its memory-mapped file, and its name in the file.
 
         Args:
             key: Name of the weight.

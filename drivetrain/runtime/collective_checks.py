@@ -81,7 +81,7 @@ class CallComparison:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait for the calls of all ranks in the store. Return the ranks that have exited or are too late."""
+        """Wait until all ranks have published their calls. Return the ranks that have exited or are too late."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of `attempt_together`: whether memory sufficed on all processes, and this process's result.
+    """Outcome of a call on all processes: whether memory sufficed on each, and this process's result.
 
     Attributes:
         enough: True if memory was sufficient on all processes.

@@ -79,7 +79,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to every tensor of a nested structure. The predicate `test_type` can select other leaves.
+    """Apply a function to every tensor of a nested structure, or to the leaves chosen by `test_type`.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.

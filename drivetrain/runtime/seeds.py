@@ -114,7 +114,7 @@ def seed_all_generators(seed: int) -> None:
 
 
 class GlobalGenerator(NamedTuple):
-    """Functions to seed, draw from, save and restore one global generator, such as NumPy's.
+    """Functions of one global random generator, such as NumPy's: to seed it, draw from it, save and restore it.
 
     Attributes:
         seed: Seeds the generator from 64 bits, or from 32 of them.
@@ -555,7 +555,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Compare two random states. Return three flags: whether they agree for Python, for NumPy and for torch."""
+    """Return whether two random states are equal, as three flags: for Python, for NumPy and for torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 

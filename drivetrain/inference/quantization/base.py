@@ -65,7 +65,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Convert a quantized layer to plain tensors and describing texts, which a safetensors file can store.
+        """Convert a quantized layer to tensors and texts, in which form a safetensors file can store the layer.
 
         Args:
             layer: The layer.
@@ -131,7 +131,7 @@ class Quantizer(ABC):
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a layer's weight on a device in blocks of rows, each with its slice, to limit memory.
+    """Yield a linear layer's weight in blocks of rows on a device, each with its slice of rows, to save memory.
 
     Quantizing needs several times the memory of its input, so small blocks save memory.
     """

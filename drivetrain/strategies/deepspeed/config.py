@@ -354,7 +354,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in and check the batch sizes of a DeepSpeed configuration, which DeepSpeed uses only to count samples.
+    """Fill in and check a DeepSpeed configuration's batch sizes, with which DeepSpeed only counts samples.
 
     The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
     """
@@ -580,7 +580,10 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set an option in a DeepSpeed configuration, unless `value` is None. Raises if the option has another value."""
+    """Set an option of a DeepSpeed configuration. Raises `ConfigurationError` if it has another value.
+
+    Does nothing if `value` is None.
+    """
     if value is None:
         return
     key = path.rpartition(".")[2]

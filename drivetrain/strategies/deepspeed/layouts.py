@@ -312,7 +312,7 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """Return this process's slice of a parameter's master weight or state `key`, or None if it has no slice."""
+        """Return the slice of a parameter's master weight or state `key` on this process, or None if there is none."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None

@@ -185,7 +185,7 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Hide the class of an Adagrad optimizer within the context, so that DeepSpeed does not replace the optimizer.
+    """Keep DeepSpeed from replacing an Adagrad optimizer, by hiding the optimizer's class within the context.
 
     DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
     schedules would then have no effect, and a second group would break the engine.

@@ -205,7 +205,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Return what the function `read` returns for the checkpoint in a folder. Errors become `CheckpointError`."""
+    """Call `read` with the checkpoint in a DeepSpeed folder, and return its result. Raises `CheckpointError`."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

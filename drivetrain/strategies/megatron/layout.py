@@ -146,7 +146,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of the full tensor of which a local tensor is a part."""
+        """Return the number of elements of the full tensor to which a local parameter or buffer belongs."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 

@@ -44,7 +44,7 @@ class MergedState(ModelState):
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a model's state dict of full tensors, each on one process. With `full`, all are on rank 0.
+        """Gather a model's state dict of full tensors. Each is stored on one rank, or all on rank 0 if `full` is set.
 
         Unless `full` is set, float32 master weights replace low-precision weights, and tensors that another process
         stores are on the meta device. No process then holds the full model.
@@ -175,7 +175,6 @@ class MergedState(ModelState):
 
 
 def _local(entry: Entry, whole: Tensor) -> Tensor:
-    """Return this process's part of the full tensor `whole` in float32, to load optimizer state from."""
     part = torch.empty(entry.tensor.shape, dtype=torch.float32, device=entry.tensor.device)
     entry.fill(part, whole)
     return part

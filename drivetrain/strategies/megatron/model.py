@@ -53,7 +53,7 @@ class MegatronProgram(Protocol):
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the number of rows and the length of a batch, from its first tensor with at least two dimensions.
+    """Return the number of rows and the sequence length of a batch, from its first tensor with two dimensions.
 
     In a dict, `tokens` and `input_ids` come first. Raises `ConfigurationError` if there is no such tensor.
     """
@@ -127,7 +127,7 @@ class PlacedModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the accumulated gradients of the model's parameters, which megatron-core keeps in its own buffers."""
+        """Return the model's accumulated gradients, which megatron-core holds in buffers instead of `grad`."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
@@ -184,7 +184,7 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """Selection of the model chunk that a task's step runs, because a process may have several chunks.
+    """Holder of the model chunk that a task's step must run now, if the process has several chunks.
 
     Attributes:
         chunk: The chunk to call, or None outside a step.
@@ -195,7 +195,7 @@ class CurrentChunk:
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run a task's `forward_step` on a batch with the selected chunk. Returns the output and the loss function.
+        """Run a task's `forward_step` on a batch with the current model chunk. Return the output and the loss function.
 
         Raises `StageEnded` if the chunk does not compute the loss.
         """
@@ -210,7 +210,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step on a model chunk. Returns `(result, None)` on the last chunk, else `(None, output)`."""
+        """Run a task's step on a model chunk. Return `(result, None)` for the last chunk, else `(None, output)`."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:

@@ -285,7 +285,7 @@ class ParameterState:
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Return which tensor megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
+        """Find the tensor that megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)

@@ -267,7 +267,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie parameters again that splitting the layers has separated. `before` has the parameters before the split.
+    """Tie those parameters again that were tied in `before` and that splitting the layers has separated.
 
     Raises `ConfigurationError` if the plan places tied parameters differently.
     """

@@ -248,7 +248,7 @@ class Scheduler:
 
 
 def _loss(output: Tensor, target: Any) -> Tensor:
-    """Return `output`, because the last stage already computes the loss. Torch's schedules need a loss function."""
+    # Torch's schedules need a loss function, but the last stage already returns the loss.
     return output
 
 

@@ -115,7 +115,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Return names of modules of the given classes at which stages begin, so that stages have similar sizes."""
+    """Choose modules of the given classes as the first modules of stages, such that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -389,7 +389,6 @@ class ModelOutline:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
-        """Register hooks by which `trace` follows a forward pass. Returns functions that remove these hooks."""
         removals: list[Callable[[], None]] = []
         for stage, name in enumerate(self._layout.splits, start=1):
             module = self._modules[name]
