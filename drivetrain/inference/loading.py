@@ -212,7 +212,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load some tensors of a model, `names`, from a checkpoint's weights, except for weights that are in `used`."""
+    """Load the tensors `names` of a model from a checkpoint, except from weights that were `used` already."""
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)

@@ -378,7 +378,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return bytes of memory, in ascending order, to try to keep free for copies of offloaded blocks."""
+    """Return the amounts of memory to try to reserve for copies of offloaded blocks, in bytes and ascending."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes

@@ -203,7 +203,7 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise an error if a launcher's variables are set only in part, since processes would wait forever."""
+    """Raise an error if only some of a launcher's variables are set, as processes would then wait forever."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):

@@ -266,7 +266,7 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start copying a batch's results to the CPU. Return the results of a full block, or an empty list before.
+        """Start copying a batch's results to the CPU. Return the block's results if it is full, else an empty list.
 
         `cut` is applied to the structure after the copy.
         """

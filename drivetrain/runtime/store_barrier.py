@@ -86,7 +86,7 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Announce to the other processes that this one starts a call. Return None in a single process.
+        """Tell the other processes that this one starts a call. Return None in a single process, else the attempt.
 
         Args:
             what: Name of the call, for error messages.

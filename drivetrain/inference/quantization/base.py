@@ -65,7 +65,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Convert a quantized layer to tensors and texts, in which form a safetensors file can store the layer.
+        """Convert a quantized layer to plain tensors and strings, which a safetensors file can store.
 
         Args:
             layer: The layer.
@@ -156,7 +156,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Return text that describes how a tensor is quantized, one string for each inner tensor, for comparisons."""
+    """Describe the quantization of a tensor and its inner tensors as strings, so that tensors can be compared."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []

@@ -91,7 +91,7 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Warn if parameters that missed earlier steps share a step count, which then is wrong for them.
+        """Warn about named parameters that missed earlier steps and share a step count, which is wrong for them.
 
         Raises `ConfigurationError` if one of them was frozen during those steps.
         """
@@ -514,17 +514,17 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Multiply an engine's gradients by the postponed factor `pending_scale`, if no further backward will follow."""
+    """Multiply an engine's gradients by the postponed factor `pending_scale`, if their accumulation is complete."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context for a second backward pass before a step, which adds its gradients to those of the first.
+    """Return a context in which a backward pass adds to the engine's gradients instead of overwriting them.
 
-    DeepSpeed's stages 1 and 2 would overwrite the earlier gradients. Raises `ConfigurationError` if gradients are
-    offloaded.
+    It is needed for a second backward pass before a step with DeepSpeed's stages 1 and 2. Raises `ConfigurationError`
+    if gradients are offloaded.
     """
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()

@@ -58,7 +58,7 @@ class Layout(ABC):
         """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Write gradients that the caller has changed to the engine. Needed if `gradients` returned copies of them."""
+        """Write changed gradients back to the engine. Needed if the method `gradients` has returned copies."""
 
     @abstractmethod
     def discard(self) -> None:
