@@ -197,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        # The trainer may have entered a context already, which must not be entered twice.
+        # A caller may have entered the context already, which must not be entered twice.
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
