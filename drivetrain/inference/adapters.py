@@ -198,7 +198,7 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Add peft's LoRA adapters to the frozen layers with the given names, and keep all training modes."""
+        """Add peft's LoRA adapters to the named frozen layers of a model, without changing their training modes."""
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes
@@ -284,7 +284,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return the matrix that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
+        """Return the update that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())

@@ -212,7 +212,7 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
     def _register_tied(self, name: str) -> bool:
-        """Register a tied weight by its memory address, to copy it once. Return False if the address may change."""
+        """Register a tied weight's address, so that it is copied once. Return False if its address is not stable."""
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self._tied.setdefault(first.data_ptr(), {})
@@ -236,7 +236,6 @@ class AlignDevicesHook(ModelHook):
             _forbid_gradient(table[last], f"{name!r} of {type(module).__name__}")
 
     def _unload(self) -> None:
-        """Replace the loaded weights by their placeholders after a forward, and free copies of tied weights."""
         while self._placeholders:
             table, name, placeholder = self._placeholders.pop()
             table[name] = placeholder

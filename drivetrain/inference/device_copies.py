@@ -22,7 +22,7 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Offloaded weights that are copied to the compute device together, just before the first of their modules runs.
+    """Group of offloaded weights that are copied to the device together, before the first of their modules runs.
 
     Attributes:
         name: Name of the first module.
@@ -115,7 +115,7 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """Copies of one group of weights on the device, with an event that signals that the transfer has finished.
+    """Device copies of one group of offloaded weights, and the event by which to wait for the transfer.
 
     Attributes:
         tensors: One tensor for each place of the group.
@@ -214,7 +214,7 @@ class DeviceCopies:
                     rest.copy_(tensor)
 
     def _on_device(self, group: Group) -> dict[int, Tensor]:
-        """Return the device copies that other groups already have of this group's weights, by the weight's `id`."""
+        # A weight that several groups share is copied only once.
         wanted = {id(rest) for rest in group.rest}
         return {
             id(rest): tensor
@@ -252,7 +252,7 @@ class DeviceCopies:
 
 
 class _Slot:
-    """Pinned host buffer through which a group of weights is transferred. Without memory, it copies nothing."""
+    """One staging buffer of `_Ring`, in pinned host memory. Without a buffer, `staged` returns weights as given."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self._memory, self._used = memory, 0

@@ -36,7 +36,7 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Memory limits from `get_balanced_memory`, within which `infer_auto_device_map` reserves no extra room."""
+    """Memory limits from `get_balanced_memory`. Given these, `infer_auto_device_map` reserves no extra memory."""
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, int]:

@@ -187,7 +187,6 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def _measured(
     model: nn.Module | ModelSize, size: ModelSize, inputs: Sequence[str], precisions: Sequence[str], optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes of activations and of temporary tensors of the optimizer step, measured for each precision."""
     from drivetrain.inference.model_size import ModelSize, estimate_training, parse_inputs, peak_of_training
 
     parsed = parse_inputs(inputs)

@@ -121,7 +121,7 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Remember which modules have this hook, so that a later change of the hook takes effect there.
+        """Record that this hook was added to a module or removed, so that later changes of the hook reach the module.
 
         Args:
             module: The module.
@@ -331,7 +331,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a function that moves weights from tracing by `torch.compile`. Return the wrapped function."""
+    """Wrap a function that moves weights, so that `torch.compile` does not trace it. Return the wrapper."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
@@ -392,7 +392,7 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Call the original `nn.Module._apply`, but raise an error if the function moves or casts tensors."""
+        """Stand in for a module's `_apply`: raise `StreamedModelError` if `function` moves or casts tensors."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
             # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.

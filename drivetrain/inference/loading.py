@@ -212,7 +212,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load only the tensors `names` of a model, from checkpoint weights whose names are not in `used`."""
+    """Load the tensors `names` of a model from a checkpoint, except from weights that were `used` already."""
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
@@ -284,7 +284,6 @@ class _Loading:
         self.left_over = [name for name in weights if name not in used and name not in saved]
 
     def _source(self, name: str) -> str | None:
-        """Return the name of a tensor's weight in the checkpoint, or that of a tied weight, or None."""
         found = name if name in self._weights else self._weights.same.get(name)
         return found if found in self._weights else None
 
@@ -361,7 +360,6 @@ class _Loading:
         return next((each for each in found if each != DISK), found[0])
 
     def _target(self, item: _Item, device: torch.device) -> Tensor:
-        """Return the tensor to read a weight into: the model's own if device and dtype match, else a new one."""
         old = item.old
         # Values of a memory-mapped tensor must not be overwritten, since it is a part of a file.
         is_its_own = not wraps_others(old) and mapped_range(old) is None
@@ -435,7 +433,7 @@ class _Loading:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Join names with commas for a message. A long list is cut to eight names and the number of the others."""
+    """Join names for a message. Only the first eight are named, followed by the number of further names."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 

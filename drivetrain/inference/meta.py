@@ -127,7 +127,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Callable that moves a tensor to a device. For a shared tensor, it returns one copy each time."""
+    """Callable that copies a tensor to a device. Further calls with the same tensor return the first copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

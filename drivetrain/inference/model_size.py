@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """Return a meta-device model for a class or a config, or only the model's size for safetensors files."""
+    """Return a model on the meta device, from a class or a config. For safetensors files, return its size only."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
@@ -177,12 +177,7 @@ def size_of_files(files: Iterable[Path]) -> ModelSize:
 
 
 def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Module:
-    """Return a model on the meta device, given the argument and the result of `read_model`.
-
-    Args:
-        source: The argument of `read_model`.
-        found: The result of `read_model`.
-    """
+    # For safetensors files, `read_model` returns sizes only.
     return skeleton_of_files(weight_files(source)) if isinstance(found, ModelSize) else found
 
 
@@ -194,7 +189,7 @@ def matrices_of(model: nn.Module) -> list[str]:
 
 
 class Layer(nn.Module):
-    """Empty module in a tree that is rebuilt from the tensor names in safetensors files."""
+    """Module without a forward, created for each prefix in the tensor names of safetensors files."""
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
@@ -360,7 +355,6 @@ def _sharded(case: Case) -> Use:
 
 
 def _zero(stage: int) -> Callable[[Case], Use]:
-    """Return a function that estimates training memory under DeepSpeed ZeRO, for a stage from 1 to 3."""
 
     def use(case: Case) -> Use:
         size, count = case.size, case.processes

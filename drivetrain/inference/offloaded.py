@@ -77,7 +77,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Make `value` a replacement for a model's tensor `old`: if `old` is a parameter, one with equal attributes."""
+    """Return `value` ready to replace `old` in a model: as a parameter with equal attributes if `old` is one."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -247,7 +247,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Find an offloaded weight on disk: return its memory-mapped file, and its name in the file.
+        """Return where an offloaded weight is on disk: its memory-mapped file, and its name in the file.
 
         Args:
             key: Name of the weight.

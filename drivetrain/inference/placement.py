@@ -73,7 +73,7 @@ class _OneDeviceHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Turn the `_OneDevice` mode off while a submodule runs, since it slows every operation down."""
+        """Exit the `_OneDevice` mode before a submodule's forward, because the mode slows down every operation."""
         mode = self._open[-1] if self._open else None
         # The mode can only be exited if the forward has not entered another one inside it.
         if mode is not None and _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` or, if it is a `ModuleList` or `ModuleDict`, whose hooks would never run, its children."""
+    """Yield a module whose forward is called: `module`, or the children of a `ModuleList` or `ModuleDict`."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -569,7 +569,7 @@ def _load_meta_tensors(
 def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
 ) -> dict[str, loading.Location]:
-    """Return the location of each tensor, keeping shared buffers off the disk unless all their modules are there."""
+    """Return each tensor's location. A shared buffer is on disk only if the device map puts all its uses there."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -597,7 +597,10 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Replace tensors by memory-mapped ones. Return references to those that had to be written to files first."""
+    """Memory-map the named tensors from the offload folder, after writing those that are in no file yet.
+
+    Return the places of the tensors that were written. Raises `ConfigurationError` if `folder` is needed but None.
+    """
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:

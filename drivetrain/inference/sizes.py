@@ -225,8 +225,6 @@ def blocks_of(
 
 
 class _Held(NamedTuple):
-    """Memory of tensors with a common storage: the bytes in one part of the model, and in the whole model."""
-
     group: int
     is_weight: bool
     own: int

@@ -27,7 +27,11 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Return the bin of each item in the first packing found, or None if none is found within `most_steps`."""
+        """Search for a packing. Return each item's bin index, or None if none is found within `most_steps`.
+
+        Args:
+            largest_first: True to place items in the order of decreasing size, False to place them in the given order.
+        """
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -179,7 +183,7 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if blocks stored on device `place` also run there, instead of being copied to device `main`."""
+        """Return True if device `place` runs the blocks stored on it. Otherwise they are copied to device `main`."""
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
@@ -199,7 +203,6 @@ class Problem:
         return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
     def fits(self, placement: Placement) -> bool:
-        """Return True if a placement stays within all memory limits and, if it offloads blocks, names a main device."""
         kept = any(not self.computes(place, placement.main) for place in placement.places)
         if kept and placement.main is None:
             return False
@@ -285,7 +288,7 @@ def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int,
 
 
 def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Find the smallest memory cap under which all blocks fit, to spread them evenly. Return each block's device.
+    """Spread blocks evenly: find the lowest memory cap per device under which all fit. Return each block's device.
 
     Returns None if the blocks do not fit under the highest cap either.
     """
@@ -328,7 +331,6 @@ class _Filling:
             self.used[self.main] -= block.resident
 
     def in_order(self) -> list[int | None]:
-        """Assign blocks to devices in order, filling one device after the other. Blocks without room get None."""
         rooms, current = list(self.limits), 0
         places: list[int | None] = []
         for block in self.blocks:
@@ -341,7 +343,6 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Return the device of each block: given by `fixed`, else that of the previous block, else any with room."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -359,7 +360,7 @@ class _Filling:
 
 
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
-    """Assign blocks with as few bytes offloaded to the CPU or disk as possible. Return None if nothing fits."""
+    """Find a placement that offloads as few bytes to the CPU or disk as possible, or return None if nothing fits."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
     reserves = _reserves(problem)
     # For plain dicts, `dispatch_model` uses the first accelerator as the main device, so prefer such placements.
@@ -377,7 +378,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return the amounts of memory to try to keep free for copies of offloaded blocks, in ascending order."""
+    """Return the amounts of memory to try to reserve for copies of offloaded blocks, in bytes and ascending."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes
@@ -397,7 +398,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Assign blocks so that `reserve` bytes of device `main` stay free for copies of offloaded ones, or return None."""
+    """Place the blocks so that `main` has `reserve` bytes free for copies of offloaded blocks, or return None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     # Blocks above the reserve cannot be offloaded, so they are placed first.
@@ -468,7 +469,7 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
 
 
 def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """Create the error for a model that does not fit, which names its largest block, missing bytes and remedies."""
+    """Return the error to raise if no placement fits. Its message tells how many bytes are missing, and where."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)

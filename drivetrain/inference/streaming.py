@@ -191,7 +191,7 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Free a group's weights on the device once the last of the group's modules has run.
+        """Record that a module of a group has run. After the group's last module, free its weights on the device.
 
         Args:
             number: Index of the group.

@@ -220,7 +220,7 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """Return a dict from the address of each tied parameter to an empty dict, which will hold its device copies."""
+    """Return a dict from each tied parameter's address to an empty dict, to be filled with copies by device."""
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):

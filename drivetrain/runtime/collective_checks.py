@@ -46,7 +46,12 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Raise an error unless all ranks now call the same collective, with equal shapes and dtypes."""
+        """Exchange `call`, which describes a collective, with all ranks. Raise an error if the descriptions differ.
+
+        Args:
+            call: The collective's name, with the shapes and dtypes of its tensors.
+            line: The line of user code that called it, for the error message.
+        """
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
@@ -76,7 +81,7 @@ class CallComparison:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait for the calls of all ranks in the store. Return the ranks that have exited or are too late."""
+        """Wait until all ranks have published their calls. Return the ranks that have exited or are too late."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):

@@ -417,7 +417,7 @@ class BlockGather:
         return self._blocks
 
     def abandon(self) -> None:
-        """Stop sending or receiving blocks after an error, so that no other rank waits for this one."""
+        """End the transfer early after an error on this rank, without blocking ranks that still send or receive."""
         self._abandoned = True
         if not self._state.use_distributed:
             return

@@ -166,7 +166,7 @@ class Duration:
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Apply this fraction to the length of a run: for example, 10 % of 50 epochs are 5 epochs.
+        """Return the part of a run's length that this fraction stands for: 10 % of 50 epochs are 5 epochs.
 
         Args:
             whole: Length of the run.

@@ -203,7 +203,7 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise an error if only some of a launcher's variables are set, with which ranks would wait for each other."""
+    """Raise an error if only some of a launcher's variables are set, as processes would then wait forever."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):
@@ -235,7 +235,7 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
 
 
 def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
-    """Return a node's process count from a number or a SLURM list, in which `"2(x3),1"` means 2, 2, 2, 1."""
+    """Parse the process count of node `node` from a number or a SLURM list: `"2(x3),1"` means 2, 2, 2, 1."""
     value = variables.get(key)
     if not value:
         return None

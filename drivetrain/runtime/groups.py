@@ -77,7 +77,7 @@ class TorchGroup:
 
     @classmethod
     def count(cls) -> int:
-        """Return how many process groups exist in this process."""
+        """Return the number of process groups that this process has created and not destroyed."""
         return len(dist.distributed_c10d._pg_map)
 
     @classmethod

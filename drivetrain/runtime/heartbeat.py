@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Open the progress counter that the launcher reads, or a private one if no launcher reads it."""
+        """Open the counter of this rank in the launcher's file, or create a private one if there is no launcher."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()
@@ -72,7 +72,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress report of a rank, which the launcher reads from a file to detect ranks that hang.
+    """Sign of life of a rank: its progress, which the launcher reads from a file to detect ranks that hang.
 
     Attributes:
         beats: Number of units of progress so far.

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of `attempt_together`: whether memory sufficed on all processes, and this process's result.
+    """Outcome of a call on all processes: whether memory sufficed on each, and this process's result.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -229,7 +229,7 @@ class MemoryHistory:
         self.is_recording = False
 
     def start(self) -> None:
-        """Start to record allocations. Do nothing on devices without memory snapshots."""
+        """Start recording the allocations. Does nothing on devices for which PyTorch has no memory snapshots."""
         if hasattr(self._functions, "_record_memory_history"):
             self._functions._record_memory_history(max_entries=self._max_entries)
             self.is_recording = True
@@ -266,9 +266,9 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start to copy a batch's results to the CPU. Return the collected results once their block is full.
+        """Start copying a batch's results to the CPU. Return the block's results if it is full, else an empty list.
 
-        Returns the finished block if it is full, else an empty list. `cut` is applied to the structure after the copy.
+        `cut` is applied to the structure after the copy.
         """
         own: set[torch.device] = set()
 
@@ -287,7 +287,7 @@ class HostBlocks:
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """Wait for all pending copies. Return the results collected since the last call, as CPU tensors."""
+        """Wait until all queued results are on the CPU. Return them as a list, and start a new block."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
@@ -300,7 +300,13 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Return the size of a layer's parameter: its number of values before quantization, and its stored bytes."""
+    """Return how many values a layer's parameter has before quantization, and how many bytes store them.
+
+    Args:
+        layer: The layer, quantized or not.
+        name: The parameter's name in the layer.
+        whole: Number of elements of the full parameter, as stored.
+    """
     # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())

@@ -136,7 +136,6 @@ def group_timeout() -> timedelta | None:
 
 
 def group_store() -> Store:
-    """Return the rendezvous store of a process group that the user's script has initialized itself."""
     return dist.distributed_c10d._get_default_store()
 
 

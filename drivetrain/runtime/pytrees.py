@@ -79,7 +79,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to every tensor of a nested structure. The predicate `test_type` can select other leaves.
+    """Apply a function to every tensor of a nested structure, or to the leaves chosen by `test_type`.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
@@ -257,7 +257,6 @@ def initialize_tensors(data_structure: Any, device: torch.device | str | None = 
 
 
 def _children(data: Any) -> list[Any] | None:
-    """Return the values inside a container in order, or None if `data` is not a container."""
     if isinstance(data, (tuple, list)):
         return list(data)
     if isinstance(data, Mapping):
@@ -294,7 +293,6 @@ def _leaves(data: Any) -> Iterable[Any]:
 
 
 def _matching_children(first: Any, count: int, other: Any) -> list[Any]:
-    """Return the values of `other` in the key order of `first`. Raise an error if keys or lengths differ."""
     if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() == other.keys():
         return [other[key] for key in first]
     # A mapping with other keys does not match, even if the number of values is equal.

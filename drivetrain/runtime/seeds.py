@@ -114,7 +114,7 @@ def seed_all_generators(seed: int) -> None:
 
 
 class GlobalGenerator(NamedTuple):
-    """Functions to seed, draw from, save and restore one global generator, such as NumPy's.
+    """Functions of one global random generator, such as NumPy's: to seed it, draw from it, save and restore it.
 
     Attributes:
         seed: Seeds the generator from 64 bits, or from 32 of them.
@@ -506,7 +506,7 @@ class SeparateDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context manager whose body draws from the private random state instead of the global generators."""
+        """Context manager in which random numbers for the sample order are drawn from a private random state."""
         outside = RandomState.capture(devices=False)
         self._state.restore()
         try:
@@ -534,10 +534,10 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global generators as if they had drawn the sample order, unless other code used them.
+        """Advance the global generators past the sample order, as if it had been drawn from them.
 
-        It is called after the first items are drawn, and again at the end. The second call advances only generators
-        that nothing else has used in between.
+        A generator that other code has used in between keeps its own state. The method is called after the first items
+        are drawn, and again at the end. The second call advances only generators that nothing else has used in between.
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:
@@ -555,7 +555,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Compare two random states. Return three flags: whether they agree for Python, for NumPy and for torch."""
+    """Return whether two random states are equal, as three flags: for Python, for NumPy and for torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 
@@ -574,7 +574,6 @@ def _plain(state: Any) -> Any:
 
 
 def _arrays(state: Any) -> Any:
-    """Convert the result of `_plain` back to a NumPy generator's state with arrays."""
     if isinstance(state, Mapping):
         if state.keys() == {"dtype", "values"}:
             return np.array(state["values"], dtype=state["dtype"])

@@ -174,7 +174,7 @@ class PartialState:
 
     @property
     def store(self) -> Store | None:
-        """Key-value store in which ranks find each other, or None in a single process or a group of the script."""
+        """Key-value store of the rendezvous. None in a single process, or if the script made the process group."""
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
@@ -546,7 +546,7 @@ def leave_run() -> None:
 
 
 def _sharing(kind: type[PartialState]) -> PartialState:
-    """Rebuild a pickled `PartialState`, which then has the state of the process that unpickles it."""
     state = kind.__new__(kind)
+    # Not the pickled state: the unpickling process has its own rank and device.
     state.__dict__ = PartialState.registry()
     return state

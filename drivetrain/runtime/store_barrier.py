@@ -86,7 +86,12 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Tell the other processes that this one starts the call `what`. Return None in a single process."""
+        """Tell the other processes that this one starts a call. Return None in a single process, else the attempt.
+
+        Args:
+            what: Name of the call, for error messages.
+            patience: Seconds to wait for processes that have not started the call.
+        """
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
@@ -95,7 +100,7 @@ class SharedAttempt:
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait until all processes have finished the call. Return True if none of them ran out of memory."""
+        """Wait for all processes. Return True if memory sufficed on each; `here` says whether it did on this one."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

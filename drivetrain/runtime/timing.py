@@ -109,7 +109,7 @@ class Timing:
 
     @property
     def inferred(self) -> float:
-        """Fraction of the total time in steps that were not timed in detail, but estimated from sampled ones."""
+        """Fraction of the total time that was not timed in detail. Its split by part is estimated from other steps."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
@@ -138,7 +138,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Context manager that measures how the time of its body is spent. Earlier measurements are discarded.
+        """Context manager around a training run: time its parts, after resetting earlier measurements.
 
         Args:
             sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
@@ -215,7 +215,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide whether to time the next training steps. Return the batch count at which to call this again.
+        """Choose whether the next training steps are timed. Return the batch count at which to choose again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -245,7 +245,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start a run, whose first steps are all timed. Return the batch count at which to call `turn`.
+        """Record where a run begins. Return the batch count at which `turn` first chooses which steps to time.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -274,7 +274,7 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return of how many batches one is timed, so that timing takes at most 0.1 % of the training time."""
+        """Return n such that timing one batch in n costs at most 0.1 % of the training time."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
@@ -298,7 +298,6 @@ class Timing:
             self.enter(SYNC)
 
     def _read(self) -> tuple[list[float], list[float]]:
-        """Return the seconds per part measured so far, in all steps and only in the randomly sampled ones."""
         while True:
             since, at = self._since, self._at
             times, drawn = list(self._times), list(self._drawn)

@@ -168,7 +168,7 @@ class WorkQueue:
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """Take an item for this process. Return its index and earlier attempts, or None once all items are done.
+        """Claim the next item for this process. Return its index and number of failed attempts, or None at the end.
 
         Items whose process has died are taken again. The call waits as long as other processes may still die.
         """

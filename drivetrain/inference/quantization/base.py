@@ -65,7 +65,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Convert a quantized layer to plain tensors and describing texts, which a safetensors file can store.
+        """Convert a quantized layer to plain tensors and strings, which a safetensors file can store.
 
         Args:
             layer: The layer.
@@ -96,7 +96,7 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Undo what speeds up inference in a quantized layer, so that gradients flow in evaluation mode too.
+        """Make a quantized layer differentiable in evaluation mode, by undoing optimizations for inference only.
 
         Args:
             layer: The layer.
@@ -131,7 +131,7 @@ class Quantizer(ABC):
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a layer's weight on a device in blocks of rows, each with its slice, to limit memory.
+    """Yield a linear layer's weight in blocks of rows on a device, each with its slice of rows, to save memory.
 
     Quantizing needs several times the memory of its input, so small blocks save memory.
     """
@@ -156,7 +156,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Return the metadata of a quantized tensor and of its inner tensors as strings, to compare two tensors."""
+    """Describe the quantization of a tensor and its inner tensors as strings, so that tensors can be compared."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -170,7 +170,7 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a quantized tensor with the class and options of `like` from the inner tensors in `parts`."""
+    """Build a quantized tensor of the given shape from its inner tensors, with the class and options of `like`."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]

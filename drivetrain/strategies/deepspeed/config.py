@@ -219,7 +219,7 @@ class DummyScheduler:
 
 
 def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
-    """Return the `DummyScheduler` that was created for an optimizer, or None if there is none."""
+    """Return the `DummyScheduler` that stands in for an optimizer's scheduler, or None if none was created."""
     return _STANDING_IN.get(optimizer)
 
 
@@ -266,7 +266,6 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
 
 
 def _normalised(config: Config) -> Config:
-    """Convert older spellings in a DeepSpeed configuration: `bfloat16` becomes `bf16`, and text becomes booleans."""
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in _PRECISIONS:
@@ -278,7 +277,7 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """Settings of a run that replace `"auto"` values in a DeepSpeed configuration, and must agree with other values.
+    """Facts about a run, such as its world size, to fill in `"auto"` and missing values of a configuration.
 
     Attributes:
         world_size: Number of processes.
@@ -355,7 +354,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in and check the batch sizes of a DeepSpeed configuration, which DeepSpeed uses only to count samples.
+    """Fill in and check a DeepSpeed configuration's batch sizes, with which DeepSpeed only counts samples.
 
     The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
     """
@@ -581,7 +580,10 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set an option in a DeepSpeed configuration, unless `value` is None. Raises if the option has another value."""
+    """Set an option of a DeepSpeed configuration. Raises `ConfigurationError` if it has another value.
+
+    Does nothing if `value` is None.
+    """
     if value is None:
         return
     key = path.rpartition(".")[2]
@@ -622,7 +624,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """DeepSpeed configuration, with further options of the `DeepSpeed` strategy that this format does not contain.
+    """Options of the `DeepSpeed` strategy: a DeepSpeed configuration, and settings that its format lacks.
 
     Attributes:
         config: The configuration, in which `"auto"` values are not yet filled in.

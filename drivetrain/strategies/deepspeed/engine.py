@@ -91,7 +91,7 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Warn about parameters that missed earlier steps, if the step count that they share is now wrong for them.
+        """Warn about named parameters that missed earlier steps and share a step count, which is wrong for them.
 
         Raises `ConfigurationError` if one of them was frozen during those steps.
         """
@@ -118,7 +118,7 @@ class Participation:
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Restart the record when a checkpoint is loaded. Parameters in `without_state` count as never stepped."""
+        """Restart the record for a loaded checkpoint. Parameters in `without_state` count as never stepped."""
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
@@ -186,7 +186,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return those parameters in a list that this model trains. A flat ZeRO tensor counts as its parameters."""
+        """Return the model's trained parameters that are in a list of tensors, or inside its flat ZeRO tensors."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -272,7 +272,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the `TrainedModel` whose engine steps an optimizer. Raises `ConfigurationError` if there is none."""
+        """Return the model whose DeepSpeed engine steps an optimizer. Raises `ConfigurationError` if there is none."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -282,13 +282,12 @@ class Engines:
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
-        """Record that a model ran a forward pass, because the next backward pass must involve its engine."""
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models whose engines join the next backward pass: those that ran a forward since the last one.
+        """Return the models with a forward pass since the last backward, whose engines must join the next one.
 
         They are in the order of their forward passes. If there are none, return only the model that was prepared last.
         The record of forward passes is cleared.
@@ -368,7 +367,7 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
 
 
 class _Settled(list[Any]):
-    """Read-only list of parameter groups or of the parameters in a group. DeepSpeed would ignore changes to them."""
+    """List that raises an error when changed, for parameter groups: DeepSpeed would ignore the change."""
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -515,17 +514,17 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Apply the postponed factor `pending_scale` to an engine's gradients if their accumulation is complete."""
+    """Multiply an engine's gradients by the postponed factor `pending_scale`, if their accumulation is complete."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context for a backward pass whose gradients are added to those of an earlier pass before the step.
+    """Return a context in which a backward pass adds to the engine's gradients instead of overwriting them.
 
-    DeepSpeed's stages 1 and 2 would overwrite the earlier gradients. Raises `ConfigurationError` if gradients are
-    offloaded.
+    It is needed for a second backward pass before a step with DeepSpeed's stages 1 and 2. Raises `ConfigurationError`
+    if gradients are offloaded.
     """
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()

@@ -58,7 +58,7 @@ class Layout(ABC):
         """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Write changed gradients back to the engine, in case the method `gradients` has returned copies."""
+        """Write changed gradients back to the engine. Needed if the method `gradients` has returned copies."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -74,7 +74,7 @@ class Layout(ABC):
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """Yield each tensor that the optimizer steps on this process, with a list of the model parameters in it.
+        """Yield each tensor that the optimizer steps on this process, and the list of parameters that it stores.
 
         At ZeRO stages 1 to 3, such a tensor is flat and contains parts of many parameters.
         """
@@ -89,7 +89,7 @@ class Layout(ABC):
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Undo an optimizer step within the context for the given parameters, including their optimizer state.
+        """Context manager that keeps an optimizer step in its body from changing the given parameters and their state.
 
         Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
         weight decay would change them.
@@ -104,7 +104,7 @@ class Layout(ABC):
                     part.zero_()  # created by this step
 
     def finish_window(self) -> None:
-        """Finish the gradients of an accumulation window after its last backward pass, if they are offloaded."""
+        """Hand offloaded gradients to DeepSpeed's optimizer, after the last backward pass before a step."""
 
     def finish_step(self) -> None:
         """Zero the gradient buffers that DeepSpeed keeps after a step and would add to the next step's gradients."""
@@ -122,10 +122,9 @@ class Layout(ABC):
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Map each parameter's `id` to the names of its optimizer state tensors and to the rest of its state.
+        """Return the optimizer state of each parameter, by its `id`: names of tensors, and values such as step counts.
 
-        The tensors must be gathered by name. The other state is a dict of values that each process has, such as a step
-        count.
+        The tensors must be gathered by name. The values are a dict that each process has.
         """
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
@@ -138,7 +137,7 @@ class Layout(ABC):
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Allocate the engine's optimizer state, so that the values of a checkpoint can then be written to it.
+        """Allocate the engine's optimizer state for a checkpoint that is about to be loaded.
 
         Args:
             states: The saved state of each parameter, by the parameter's `id`. Values that are not tensors are copied.
@@ -313,7 +312,7 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """Return this process's slice of a parameter's master weight or state `key`, or None if it has no slice."""
+        """Return the slice of a parameter's master weight or state `key` on this process, or None if there is none."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None

@@ -185,7 +185,7 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Hide the class of an Adagrad optimizer within the context, so that DeepSpeed does not replace the optimizer.
+    """Keep DeepSpeed from replacing an Adagrad optimizer, by hiding the optimizer's class within the context.
 
     DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
     schedules would then have no effect, and a second group would break the engine.
@@ -203,7 +203,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create Adagrad's state for the tensors that an engine steps. Adagrad creates its state only at construction."""
+    """Create an Adagrad optimizer's state for the engine's tensors, because Adagrad creates none when it steps."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -251,7 +251,7 @@ class DeepSpeedGroup:
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Make DeepSpeed drop its references to the process group, unless another strategy still needs them."""
+        """Make DeepSpeed forget the process group at the end of a run, unless another strategy still uses it."""
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return

@@ -135,14 +135,13 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Join the flat tensors of all ranks and cut them into parameters. Yields `(name, tensor)` pairs."""
+        """Yield the name and the full tensor of each parameter, cut from the flat tensors of all ranks."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
         return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Return the frozen parameters in the checkpoint by name, each joined from its parts on all ranks."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
         return {
@@ -161,7 +160,7 @@ class DeepSpeedShards:
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Cut flat tensors, one for each parameter group, into parameters. Yields `(name, tensor)` pairs."""
+    """Yield the name and tensor of each parameter, cut from one flat tensor per parameter group."""
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
@@ -172,7 +171,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Join the parts of each parameter in all ranks' flat tensors of ZeRO stage 3. Yields `(name, tensor)` pairs."""
+    """Yield the name and full tensor of each parameter of ZeRO stage 3, joined from one flat tensor per rank."""
     start = 0
     for group in shapes:
         for name, shape in group.items():
@@ -206,7 +205,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Return what the function `read` returns for the checkpoint in a folder. Errors become `CheckpointError`."""
+    """Call `read` with the checkpoint in a DeepSpeed folder, and return its result. Raises `CheckpointError`."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

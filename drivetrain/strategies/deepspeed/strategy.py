@@ -253,7 +253,7 @@ class DeepSpeed(Configured):
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Prepare a model without an optimizer. It gets a DeepSpeed engine only if ZeRO-3 shards its parameters."""
+        """Prepare a model without an optimizer, in a DeepSpeed engine if ZeRO-3 shards its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -523,7 +523,7 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the parameter names in each group of an optimizer, without empty groups, which DeepSpeed drops.
+    """Return the names of the parameters in each parameter group of an optimizer, without empty groups.
 
     Raises `ConfigurationError` if a parameter does not belong to the model.
     """

@@ -27,7 +27,7 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Gather a model's full parameters and buffers from its DeepSpeed engine, by name. A collective call.
+    """Gather a model's full state dict from its DeepSpeed engine, on the chosen processes. A collective call.
 
     Args:
         trained: The model's engine.
@@ -156,7 +156,6 @@ def gathered(parameter: nn.Parameter) -> Tensor:
 
 
 def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write a full tensor to a parameter that ZeRO-3 has partitioned, so that each process stores its part."""
     import deepspeed
 
     # At the end of the context, rank 0's value is sent to all processes, and each stores its part.
@@ -178,7 +177,7 @@ class ZeroState(ModelState):
         return getattr(parameter, "ds_numel", elements), trained
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a model's state dict of full tensors, each on one process. With `full`, all are on rank 0.
+        """Gather a model's state dict of full tensors. Each is stored on one rank, or all on rank 0 if `full` is set.
 
         Unless `full` is set, float32 master weights replace low-precision weights, and each tensor gathered from all
         processes is a meta tensor on all processes but one. No process then holds the whole state.

@@ -205,7 +205,6 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
 
 
 def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` if a `TransformerConfig` sets a parallel size that differs from the strategy's."""
     for name, argument in (
         ("tensor_model_parallel_size", "tensor_parallel"),
         ("pipeline_model_parallel_size", "pipeline_parallel"),
@@ -240,7 +239,6 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
 
 
 def _refuse_losses_beside(config: Any) -> None:
-    """Raise `ConfigurationError` if the loss is averaged per token but layers add auxiliary losses of their own."""
     beside = [name for name in ("num_moe_experts", "mtp_num_layers") if getattr(config, name, None)]
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
@@ -323,7 +321,6 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
 
 
 def _check_distributed(optimizer: Optimizer) -> None:
-    """Raise `ConfigurationError` if megatron-core's distributed optimizer does not support the optimizer's class."""
     from megatron.core import optimizer as kernels
 
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
@@ -337,7 +334,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Within the context, convert megatron-core's assertions about layer sizes to `ConfigurationError`."""
+    """Context manager that turns megatron-core's assertions about layer sizes into `ConfigurationError`."""
     try:
         yield
     except AssertionError as error:
@@ -517,7 +514,7 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Seed random numbers within the context, so that a new model's replicas are equal and its shards differ."""
+        """Context manager for building a model: seed random numbers so that replicas are equal and shards differ."""
         generator = own_generator("megatron")
         # Without a seed, processes draw different numbers, so all take rank 0's. Later draws need no communication.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
@@ -530,7 +527,7 @@ class MegatronGroups:
             yield
 
     def begin_window(self) -> None:
-        """Reseed megatron-core's dropout generators for one optimizer step, so that a resumed run repeats the dropout.
+        """Reseed megatron-core's dropout before the micro-batches of an optimizer step, so that resuming repeats it.
 
         Does nothing before a model was built in `initial_values`.
         """
@@ -543,7 +540,7 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random generator that draws a seed for each optimizer step, or None before a model was built."""
+        """Random generator of the dropout seeds, whose state checkpoints save. None before a model was built."""
         return self._generator
 
     @staticmethod

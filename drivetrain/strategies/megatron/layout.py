@@ -44,11 +44,11 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Return views into `like`, a tensor of the local shape, each with its slices in the full tensor."""
+        """Return views that cover `like`, a tensor of the local shape, each with its position in the full tensor."""
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of the full tensor `whole` into `like`, which has the local tensor's shape.
+        """Load `like`, a local tensor of this entry's shape, from the full tensor `whole`.
 
         Raises `CheckpointError` if `whole` has a wrong shape.
         """
@@ -97,7 +97,7 @@ class Layout:
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """Return which of `ranks` stores a full tensor. Successive tensors go to different ranks, to share memory."""
+        """Choose the rank that stores a full tensor. Successive tensors go to different `ranks`, to share memory."""
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -106,7 +106,7 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Assemble full tensors by name: each on one rank's CPU, and elsewhere a meta tensor. A collective call.
+        """Gather full tensors by name, each to the CPU of one rank. Other ranks get meta tensors. A collective call.
 
         Args:
             values: Returns the local part of an entry's tensor, for example a master weight.
@@ -146,7 +146,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of the full tensor of which a local tensor is a part."""
+        """Return the number of elements of the full tensor to which a local parameter or buffer belongs."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 

@@ -37,14 +37,14 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Raise `ConfigurationError`, because megatron-core's master weights would overwrite changed parameters."""
+        """Raise `ConfigurationError`, because master weights would overwrite parameters changed in place."""
         raise ConfigurationError(
             "Megatron-core keeps the trained weights in its optimizer, so they cannot be changed in place during a "
             'run. Use strategy="fsdp" or Parallel to shard the model.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a model's state dict of full tensors, each on one process. With `full`, all are on rank 0.
+        """Gather a model's state dict of full tensors. Each is stored on one rank, or all on rank 0 if `full` is set.
 
         Unless `full` is set, float32 master weights replace low-precision weights, and tensors that another process
         stores are on the meta device. No process then holds the full model.
@@ -99,7 +99,6 @@ class MergedState(ModelState):
         return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
 
     def _around(self, placed: PlacedModel) -> StateDict:
-        """Return the tensors in a task's state that are outside of the Megatron model, such as metrics, by name."""
         own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
         state = placed.owner.state_dict(keep_vars=True)
         return {
@@ -176,14 +175,13 @@ class MergedState(ModelState):
 
 
 def _local(entry: Entry, whole: Tensor) -> Tensor:
-    """Return this process's part of the full tensor `whole` in float32, to load optimizer state from."""
     part = torch.empty(entry.tensor.shape, dtype=torch.float32, device=entry.tensor.device)
     entry.fill(part, whole)
     return part
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Gather, for each optimizer group, the names of its parameters in the full model. A collective call."""
+    """Return the names of the full model's parameters in each parameter group, from all ranks. A collective call."""
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups

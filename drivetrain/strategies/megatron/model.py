@@ -53,7 +53,7 @@ class MegatronProgram(Protocol):
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the number of rows and the length of a batch, from its first tensor with at least two dimensions.
+    """Return the number of rows and the sequence length of a batch, from its first tensor with two dimensions.
 
     In a dict, `tokens` and `input_ids` come first. Raises `ConfigurationError` if there is no such tensor.
     """
@@ -100,7 +100,7 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """Task that contains the model. Raises `ConfigurationError` if its class is not a `MegatronTask`."""
+        """The model's `MegatronTask`. Raises `ConfigurationError` if the task is of another class."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, so it has no forward_step. Subclass MegatronTask.",
@@ -127,7 +127,7 @@ class PlacedModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the accumulated gradients of the model's parameters, which megatron-core keeps in its own buffers."""
+        """Return the model's accumulated gradients, which megatron-core holds in buffers instead of `grad`."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
@@ -142,7 +142,7 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Register a prepared model, and drop the record of an earlier `prepare` of the same model."""
+        """Add a prepared model. It replaces the entry of an earlier `prepare` of the same model."""
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
@@ -184,7 +184,7 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """Selection of the model chunk that a task's step runs, because a process may have several chunks.
+    """Holder of the model chunk that a task's step must run now, if the process has several chunks.
 
     Attributes:
         chunk: The chunk to call, or None outside a step.
@@ -195,7 +195,7 @@ class CurrentChunk:
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run a task's `forward_step` on a batch with the selected chunk. Returns the output and the loss function.
+        """Run a task's `forward_step` on a batch with the current model chunk. Return the output and the loss function.
 
         Raises `StageEnded` if the chunk does not compute the loss.
         """
@@ -210,7 +210,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step on a model chunk. Returns `(result, None)` on the last chunk, else `(None, output)`."""
+        """Run a task's step on a model chunk. Return `(result, None)` for the last chunk, else `(None, output)`."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -306,14 +306,13 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches to add, as interleaved stages need a multiple of the stage count."""
+        """Return how many dummy micro-batches to add, so that interleaved stages get a multiple of their number."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
-        """Return rows and length of a step's micro-batches, from which stages derive the shapes they exchange."""
         if self._placed.config.pipeline_model_parallel_size == 1:
             return 1, 1
         program = self._placed.program
@@ -331,7 +330,7 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """Runner of an evaluation step on all pipeline stages, each of which sends activations to the next stage."""
+    """Runner of an evaluation step: it calls the step on each pipeline stage and sends activations between them."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
@@ -385,7 +384,7 @@ class Evaluation(nn.Module):
 
 
 class MegatronRuntime:
-    """Functions of the `Megatron` strategy with which a `MegatronTask` builds and runs its model."""
+    """Interface of the `Megatron` strategy through which a `MegatronTask` builds its model and runs it."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]

@@ -91,7 +91,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return stepped
 
     def follow_options(self) -> None:
-        """Copy the learning rate and other options from the user's parameter groups to megatron-core's optimizer."""
+        """Copy `lr` and other options of the user's parameter groups to the groups of megatron-core's optimizer."""
         for group in self.inner.param_groups:
             given = self.optimizer.param_groups[group[GROUP]]
             for name, value in given.items():
@@ -182,7 +182,6 @@ class BufferedGradients(Gradients):
         return torch.tensor(total, device=self._topology.device)
 
     def clip_by_default(self, front: MegatronOptimizerFront) -> None:
-        """Clip gradients to the strategy's `gradient_clipping` if the training loop has not clipped them."""
         if self._clipping is not None and not front.clipped and not front.prepare_gradients():
             _clip(front, self._clipping, _total_norm(front, 2.0))
 
@@ -204,7 +203,6 @@ class BufferedGradients(Gradients):
             scale_tensors([each.grad for each in stepped if each.grad is not None], factor, bound)
 
     def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
-        """Return the optimizer of the first prepared model that has any of the parameters, or None if none has."""
         wanted = {id(parameter) for parameter in parameters}
         for placed in self._models:
             if placed.optimizer is not None and any(id(p) in wanted for p in placed.owner.parameters()):
@@ -287,7 +285,7 @@ class ParameterState:
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Return which tensor megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
+        """Find the tensor that megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -300,7 +298,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of optimizer state, such as `"exp_avg"`, and for each if it has its parameter's size."""
+        """Return a dict from state name, such as `"exp_avg"`, to True if the state has the parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -321,7 +319,7 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Allocate a distributed optimizer's state before its first step, so that a checkpoint can be loaded."""
+        """Allocate the optimizer state that megatron-core creates only at the first step, to load a checkpoint."""
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue

@@ -178,7 +178,7 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """Functions of the strategy with which a `MegatronTask` builds and runs its model."""
+        """Interface through which a `MegatronTask` builds its model and runs it in the schedule."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model

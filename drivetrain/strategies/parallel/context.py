@@ -46,7 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Part of each sequence that this process holds under context parallelism.
+    """Which part of each sequence a process holds under context parallelism, with methods to cut out this part.
 
     Attributes:
         group: Process group over which sequences are split.
@@ -185,7 +185,7 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Check that attention has run since the counter `calls` was `since`. Raises `ConfigurationError` otherwise.
+        """Raise `ConfigurationError` if attention has not run since the counter `calls` had the value `since`.
 
         Without such a call, tokens would not see those on other processes.
         """
@@ -197,7 +197,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return this context manager, or one that does nothing if attention already covers full sequences."""
+        # A caller may have entered the context already, which must not be entered twice.
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -275,7 +275,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Compute gradients like `Tensor.backward`, but so that attention stays replaced while they are computed.
+    """Compute gradients like `Tensor.backward`, but without leaving the context that replaces attention.
 
     Torch's own function is seen by function modes, and each such call would leave the attention context.
     """
@@ -394,7 +394,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Base class for context parallelism, whose methods change nothing. It is used directly if `cp` is 1."""
+    """No-op context parallelism, for `cp=1`: sequences stay whole. Base class of `SplitSequences`."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
@@ -403,7 +403,7 @@ class Sequences:
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the model, wrapped so that each call gets only this process's part of the batch's sequences."""
+        """Wrap a model so that each call gets this process's part of the batch's sequences. Return the wrapper."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:

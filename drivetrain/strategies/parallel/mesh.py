@@ -113,7 +113,7 @@ class MeshPlace:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank of the process at given mesh coordinates. Those not given are this process's own."""
+        """Return the rank at mesh coordinates such as `pp=0, tp=1`. Missing coordinates are those of this process."""
         at, rank = {**self.coordinates(), **coordinates}, 0
         for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
             rank = rank * size + at[name]

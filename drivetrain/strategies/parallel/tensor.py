@@ -267,7 +267,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie parameters again that splitting the layers has separated. `before` has the parameters before the split.
+    """Tie those parameters again that were tied in `before` and that splitting the layers has separated.
 
     Raises `ConfigurationError` if the plan places tied parameters differently.
     """
@@ -421,7 +421,7 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Layers:
-    """Base class for tensor parallelism, whose methods change nothing. It is used directly if `tp` is 1."""
+    """No-op tensor parallelism, for `tp=1`: layers stay whole. Base class of `SplitLayers`."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
         """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""

@@ -64,7 +64,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """Return the module that an earlier `prepare` made of a model, or None if the model was not prepared before.
+    """Return the module that an earlier `prepare` of a model returned, or None if there was none.
 
     Raises `ConfigurationError` if the earlier mesh had other sizes.
     """
@@ -78,7 +78,6 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
 
 
 def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None:
-    """Store the prepared module on the user's model, so that another `prepare` of the model returns this module."""
     bare.__dict__[_MEMORY] = (model, sizes)
 
 

@@ -96,7 +96,11 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Allocate receive buffers for the next step, for which `routes` has the tensor shapes of each micro-batch."""
+        """Prepare to receive the next step's tensors: allocate buffers with the shapes in `routes`.
+
+        Args:
+            routes: For each micro-batch, the shapes of the tensors that stages exchange.
+        """
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -144,11 +148,13 @@ class ScheduledStage(_PipelineStageBase):
         )
         super().set_local_bwd_input(filled, mb_index)
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: torch would exchange tensor shapes between stages, but `expect` has already set them."""
+    def _prepare_forward_infra(
+        self, *args: Any, **kwargs: Any
+    ) -> None: ...  # torch would exchange tensor shapes here, but `expect` has already set them
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: torch would exchange tensor shapes between stages, but `expect` has already set them."""
+    def _prepare_backward_infra(
+        self, *args: Any, **kwargs: Any
+    ) -> None: ...  # torch would exchange tensor shapes here, but `expect` has already set them
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
@@ -184,7 +190,12 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward for one optimizer step. `routes` and `arguments` have one item per micro-batch."""
+        """Run forward and backward of an optimizer step's micro-batches, in the order of the pipeline schedule.
+
+        Args:
+            routes: For each micro-batch, the shapes of the tensors that stages exchange.
+            arguments: For each micro-batch, the keyword arguments of the stages.
+        """
         schedule = self._schedule(len(routes))
         # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
@@ -237,7 +248,7 @@ class Scheduler:
 
 
 def _loss(output: Tensor, target: Any) -> Tensor:
-    """Return `output`, because the last stage already computes the loss. Torch's schedules need a loss function."""
+    # Torch's schedules need a loss function, but the last stage already returns the loss.
     return output
 
 
@@ -302,7 +313,7 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """Return the assignment of stages to the processes of a pipeline that has `ranks` processes.
+        """Assign pipeline stages to `ranks` processes, as these options say. Return the assignment.
 
         Raises `ConfigurationError` if `split` lists another number of stages.
         """
@@ -331,7 +342,7 @@ class StageRanks:
 
     @property
     def all(self) -> list[int]:
-        """For each pipeline stage in order, the rank within the pipeline of the process that holds the stage."""
+        """List of the ranks that hold the stages, in stage order, as ranks within the pipeline."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property

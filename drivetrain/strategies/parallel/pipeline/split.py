@@ -107,7 +107,7 @@ def choose_splits(
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """Return the names of the two largest separate lists of blocks in an encoder-decoder model, `path` first."""
+    """Return `path`, the encoder's or decoder's list of blocks, and the largest list of blocks outside of it."""
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -115,7 +115,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Return names of modules of the given classes at which stages begin, so that stages have similar sizes."""
+    """Choose modules of the given classes as the first modules of stages, such that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -137,7 +137,7 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Assign each parameter, buffer and submodule of a module to a pipeline stage.
+    """Return the pipeline stage of each parameter, buffer and submodule of a module, as a `StageLayout`.
 
     Args:
         module: The module to split.
@@ -273,7 +273,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Key of a tensor that a module returned in a forward pass: the module, the call and the place in the output.
+    """Reference to a tensor by the module that returned it, the number of the call, and its place in the output.
 
     Attributes:
         module: The module's name.
@@ -288,7 +288,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Description of the tensors that a pipeline stage receives, and of the places where its forward uses them.
+    """Boundary before a pipeline stage: which tensors the stage receives, and where its forward uses them.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -389,7 +389,6 @@ class ModelOutline:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
-        """Register hooks by which `trace` follows a forward pass. Returns functions that remove these hooks."""
         removals: list[Callable[[], None]] = []
         for stage, name in enumerate(self._layout.splits, start=1):
             module = self._modules[name]
@@ -405,7 +404,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a tensor in a traced forward: the stage that computed the tensor, and the module outputs used for it.
+    """Where a tensor of a traced forward comes from: a pipeline stage, and the module outputs used to compute it.
 
     Attributes:
         stage: The stage that computed it.
@@ -420,7 +419,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Call with which a pipeline stage begins in a traced forward, and the arguments that the stage must receive.
+    """Traced call of a stage's first module, with those of its arguments that an earlier stage must send.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
@@ -490,7 +489,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Record that the current stage needs a tensor of an earlier stage, or raise if it cannot be sent."""
+        """Record that the current stage uses a traced tensor. Raise an error if its stage cannot send the tensor."""
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -582,7 +581,10 @@ class _Trace(TorchDispatchMode):
                 self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
-        """End the trace of a forward that returned `output`: check it, and determine what each stage receives."""
+        """Complete `route` at the end of a traced forward: determine which tensors each stage must receive.
+
+        Raises `ConfigurationError` if a stage was not reached, or needs a tensor that cannot be sent.
+        """
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "
@@ -601,7 +603,6 @@ class _Trace(TorchDispatchMode):
         return self._layout.modules[returned.module]
 
     def _cut(self, stage: int, entry: _Entry) -> Cut:
-        """Return a description of the tensors that a stage receives for the call of its first module in `entry`."""
         passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
         returned: list[Returned | None] = []
         shapes: list[TensorShape] = []

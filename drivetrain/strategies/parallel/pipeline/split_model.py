@@ -78,7 +78,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the split that an earlier trainer stored on a task, so that the task's model is not split again.
+        """Return the `SplitModel` that an earlier trainer stored on a task, instead of splitting its model again.
 
         Raises `ConfigurationError` if the pipeline options differ from the earlier ones.
         """
@@ -95,7 +95,6 @@ class SplitModel:
         self.bare.__dict__[_MEMORY] = _Memory(self)
 
     def put_back(self) -> None:
-        """Set the original model's parameters to those of this process's stages, which sharding may have replaced."""
         for module in self.modules:
             module.put_back()
 
@@ -121,7 +120,7 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
 
 
 class _Memory:
-    """Holder of a split model, stored as an attribute of a task. A copied or unpickled task has an empty holder."""
+    """Attribute of a task that stores its split model. In a copied or unpickled task, it is empty."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -139,7 +138,7 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Signal raised to end a task's step at its call of the split model, when the arguments of the call are known.
+    """Signal raised in place of the split model's forward, to end a task's step once its call is recorded.
 
     It is no `Exception`, so that a step's own `except Exception` does not catch it.
     """
@@ -168,7 +167,7 @@ class ModelCalls:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Call `answer` in place of the split model's forward when a step calls the model within the context."""
+        """Context manager that replaces the split model's forward by `answer`, for one call in a task's step."""
         self._answer = answer
         try:
             yield
@@ -177,11 +176,10 @@ class ModelCalls:
 
     @property
     def was_called(self) -> bool:
-        """True if the split model was called within the current `answered` context."""
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return a `Call` of the split model: its arguments, and which tensors the pipeline stages exchange.
+        """Turn arguments of the split model into a `Call`, which also says which tensors the stages exchange.
 
         Raises `ConfigurationError` if an argument requires gradients.
         """

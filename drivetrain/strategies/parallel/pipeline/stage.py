@@ -153,7 +153,7 @@ class StageModule(nn.Module):
 
     @contextmanager
     def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
-        """Patch the model within the context so that its forward runs only this stage, on the `received` tensors."""
+        """Context manager that patches the model, so that its forward computes only this stage, from `received`."""
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -207,7 +207,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a function to replace a module of an earlier stage. It returns received tensors, or else zeros."""
+        """Return a replacement for an earlier stage's module: a function that returns received tensors or zeros."""
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ class StageModule(nn.Module):
         return call
 
     def _blank(self, like: TensorShape) -> Tensor:
-        """Return cached zeros of the given shape and dtype, in place of a module output whose values do not matter."""
+        """Return cached zeros in place of a module output of another stage that this stage does not need."""
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
@@ -254,7 +254,7 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _kept(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Return a function that calls a module and stores the `wanted` tensors of its output in `passed`."""
+    """Wrap a module's call so that the `wanted` tensors of its output are also stored in `passed`, to be sent."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -270,7 +270,7 @@ def _kept(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """Return a function to replace the next stage's first module. It ends the forward with the tensors to send."""
+    """Return a function to replace the next stage's first module. It raises `_Reached` with the tensors to send."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -336,7 +336,6 @@ class StageState:
         self._trained_by_peers: set[int] = set()
 
     def among(self, group: dist.ProcessGroup) -> StageState:
-        """Return a copy of this record for a process group with the same ranks, which a later trainer has created."""
         moved = copy.copy(self)
         moved.group = group
         return moved
@@ -373,7 +372,7 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Restrict an optimizer to this process's parameters, and remember the names that its groups had before."""
+        """Remove other stages' parameters from an optimizer, after recording the names in its parameter groups."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -440,7 +439,7 @@ class StageState:
         return {**state, "state": own, "param_groups": groups}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Gather the full state dict on the CPU of rank 0, tensor by tensor. Other ranks get an empty dict."""
+        """Gather the full state dict of all stages on the CPU of rank 0. Other ranks get an empty dict."""
         # One pipeline contains rank 0, and the others only take part in gathering shards.
         collects = dist.get_global_rank(self.group, 0) == 0
         whole: dict[str, Tensor] = {}
@@ -600,7 +599,7 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Send tensors to the next stage, after a status that tells the next stage whether this one failed."""
+        """Send tensors to the next stage. The `status` sent first tells whether this stage failed."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))

@@ -89,7 +89,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run a task's step until it calls the split model, and return this call with its arguments."""
+        """Run a task's step only until it calls the split model. Return the call, with its arguments."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class TrainingWindow:
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run a task's step with `output` as its model's output. Returns the step's result and the loss."""
+        """Run a task's step with `output` in place of its model's output. Return the step's result and the loss."""
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -292,7 +292,7 @@ class StagePlacer:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Prepare a stage: shard its parameters over the processes that run the same stage, if sharding is enabled."""
+        """Prepare a pipeline stage: shard its parameters over the processes that run it, if sharding is enabled."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -344,7 +344,7 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Split a model into stages, apply tensor parallelism and sharding to each, and return the model."""
+        """Distribute a model over the mesh: split it into stages, apply tensor parallelism, and shard parameters."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
