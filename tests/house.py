@@ -446,18 +446,18 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3308),
+    "accelerator": (12, 3301),
     "callbacks": (33, 7022),
-    "checkpoint": (13, 3244),
+    "checkpoint": (13, 3242),
     "cli": (18, 1572),
     "compat": (182, 11027),
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4261),
-    "runtime": (24, 3592),
-    "strategies": (59, 10878),
+    "runtime": (24, 3591),
+    "strategies": (59, 10885),
     "trackers": (18, 2959),
-    "trainer": (46, 9651),
+    "trainer": (46, 9654),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

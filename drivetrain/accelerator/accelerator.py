@@ -960,15 +960,8 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         fused_optimizer: bool | None = None,
     ) -> None:
         if fused_optimizer is not None:
-            warn_ignored(
-                "Accelerator",
-                "fused_optimizer",
-                fused_optimizer,
-                FUSED_HINT,
-                since="0.1.0",
-                removed_in="0.3.0",
-                stacklevel=5,
-            )
+            since = {"since": "0.1.0", "removed_in": "0.3.0"}
+            warn_ignored("Accelerator", "fused_optimizer", fused_optimizer, FUSED_HINT, **since, stacklevel=5)
         handlers = checked_handlers(kwargs_handlers) if kwargs_handlers else []
         group = find_handler(handlers, InitProcessGroupKwargs)
         process = PartialState(

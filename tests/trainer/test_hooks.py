@@ -159,7 +159,12 @@ def broken_on(hook: str, ranks: list[int], root: Path) -> tuple[str, int, float,
         raised = type(error).__name__
     finally:
         logging.getLogger("drivetrain").removeHandler(handler)
-    return raised, task.trainer.global_step, time.monotonic() - began, [each for each in messages if "alone" in each]
+    return (
+        raised,
+        task.trainer.global_step,
+        time.monotonic() - began,
+        [each for each in messages if "could not be reduced" in each],
+    )
 
 
 def rows_of(root: Path) -> dict[tuple[str, int], float]:
