@@ -402,7 +402,7 @@ class EvaluationGather(Callback):
         self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
-        """Return the outputs of a step other than predictions and targets, such as sample IDs, for the file."""
+        """Return a step's other outputs for the prediction file, such as sample IDs. Empty without a file."""
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}

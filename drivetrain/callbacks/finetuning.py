@@ -255,7 +255,7 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _add_again(self, trainer: Trainer) -> None:
-        """Add parameter groups recorded in a checkpoint to the optimizers, before their states are loaded into them."""
+        """Add the parameter groups that the saved run had added, so that the optimizer states can be loaded."""
         parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
             for group in groups:

@@ -100,7 +100,7 @@ class Stage:
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Exclude the seconds of a nested validation from the elapsed time, so that rates are not too low."""
+        """Exclude seconds, such as those of a nested validation, from the time with which speed is computed."""
         self.paused += seconds
         if self.bar is not None:
             # tqdm computes rates from these times.

@@ -41,7 +41,7 @@ class OwnTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The seconds per step before the backward pass: waiting for the loader, and the forward pass."""
+        """The total seconds per step that this process needs for loading data and for the forward pass."""
         return self.waiting + self.forward
 
 

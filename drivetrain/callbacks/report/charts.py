@@ -192,7 +192,7 @@ class Chart:
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """Return the chart as a dict from which the page's JavaScript draws it. All curves share the x values."""
+        """Return the chart as a dict for the page's JavaScript: labels, x values, and the y values of each curve."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []

@@ -62,7 +62,7 @@ _HINT = (
 
 @dataclass
 class PageParts:
-    """Texts and tables of a report page, without its charts. They are escaped; empty ones are omitted.
+    """Texts and tables from which the HTML of a report page is made, except for its charts. Empty ones are omitted.
 
     Attributes:
         title: The heading and the window title.
@@ -167,7 +167,7 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """Yield the HTML into which the page's JavaScript draws the charts: headings and empty elements."""
+    """Yield HTML headings and an empty element for each chart, into which the page's JavaScript draws it."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
