@@ -278,7 +278,7 @@ def relative(path: str | None, root: str) -> str | None:
 
 
 def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Return the directory in which a resumed run saves: that of the earlier run if it can be used, else `path`."""
+    """Return the checkpoint directory for a resumed run: that of the earlier run if it still exists, else `path`."""
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
@@ -417,7 +417,7 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record `path` as the newest checkpoint. A complete one makes those saved at a preemption obsolete."""
+        """Record `path` as the newest checkpoint. If `is_whole`, mark checkpoints of preemptions for deletion."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -619,7 +619,7 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Save a checkpoint and wait until it is on disk. Return False if this failed and errors are only logged."""
+        """Save a checkpoint to `path` and wait until it is on disk. Returns False if an error was only logged."""
         # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
@@ -652,7 +652,7 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait for the background save, then delete the checkpoints that it replaces. `forgive` only logs errors."""
+        """Wait for the background save, then delete checkpoints that it replaces. With `forgive`, only log errors."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return

@@ -238,7 +238,7 @@ class BaseFinetuning(Callback):
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record parameter groups that were added to an optimizer, so that a checkpoint can restore them."""
+        """Record an optimizer's groups from index `first` on, which were added to it, for the next checkpoint."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -255,7 +255,7 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _add_again(self, trainer: Trainer) -> None:
-        """Add the parameter groups that the saved run had added, so that the optimizer states can be loaded."""
+        """Add the parameter groups that the saved run had added to optimizers, so that their states can be loaded."""
         parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
             for group in groups:

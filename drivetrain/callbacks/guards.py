@@ -277,7 +277,6 @@ class Guard(Callback):
     # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Check the values recorded since the last check. Returns True after reacting to a bad one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False

@@ -195,7 +195,7 @@ class _Rates:
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Rename the logged learning rates if parameter groups were added to the optimizer since the last log."""
+        """Align the logged names with the optimizer's parameter groups, to which a callback may have added one."""
         groups = self._optimizer.param_groups
         if len(self._known) == len(groups):
             return

@@ -557,7 +557,7 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """Return the completed fraction of the run, by epochs, steps or duration, whichever limit is nearest."""
+    """Return the share of the run that is done, from 0 to 1: by epochs, steps or time, whichever is furthest."""
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

@@ -41,7 +41,6 @@ class OwnTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The total seconds per step that this process needs for loading data and for the forward pass."""
         return self.waiting + self.forward
 
 

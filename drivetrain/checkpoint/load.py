@@ -151,7 +151,6 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """Return the keys of all tensors in a JSON-encoded state. Raises an error if the index lacks one."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -192,7 +191,6 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors of `into` by checkpoint key, and a list of tensors that share a key with one of them."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []

@@ -354,7 +354,7 @@ class PendingSave:
             raise self._error
 
     def claim(self) -> None:
-        """Take over the error of this save: only `wait` then raises it, and later saves do not.
+        """Claim the error of this save: then only `wait` raises it, and later saves do not.
 
         `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
         """
@@ -622,7 +622,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise the error of one process as a `CheckpointError`. All processes must call this with it."""
+        """Fail with one process's error: raise it as a `CheckpointError`. All processes must call this method."""
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""

@@ -217,7 +217,7 @@ class FileStream:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill `target` with bytes of the file from offset `start`. With hashing, each call must start further on."""
+        """Read bytes of the file, from offset `start` on, into `target`. If hashed, offsets must ascend."""
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)

@@ -508,7 +508,6 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The file offset directly after the tensor's last byte."""
         return self.start + self.entry.nbytes
 
 

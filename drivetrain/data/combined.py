@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a CombinedLoader whose loaders, once sharded, combine batches as in a single process.
+        """Return a CombinedLoader that processes can share, with loaders repeated or cut to equal lengths if needed.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -274,7 +274,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return a list of one iterator per loader, or None for a loader that starts with its first batch.
+        """Return an iterator for each loader, or None for a loader that begins when its first batch is needed.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """

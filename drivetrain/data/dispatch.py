@@ -223,7 +223,6 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """Return the integers to send before a step's batches: common values, and row counts for each process."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,

@@ -271,7 +271,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each worker drops to reach a position. Returns how many steps are left to skip."""
+        """Set how many batches each worker drops to reach a position. Returns the number of steps left to skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -431,7 +431,6 @@ class _LoaderStates:
         yield from ()
 
     def _state(self) -> dict[str, Any] | None:
-        """Return the state of the user's loader, or None if the state has objects that cannot be saved."""
         assert self._loader is not None
         # The loader may return objects that it goes on changing.
         state = copy.deepcopy(self._loader.state_dict())
@@ -518,7 +517,6 @@ def _is_plain(value: Any) -> bool:
 def _skipping(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Skip batches, storing up to `keep` of them in `head`. Returns the rest, and the count of consumed samples."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:

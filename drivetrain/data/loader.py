@@ -256,7 +256,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """True for a loader of an `IterableDataset`. Its epoch ends when the dataset's stream of samples ends."""
+        """True for a loader of an `IterableDataset`, whose epoch ends when its stream of samples ends."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
@@ -465,7 +465,7 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """Convert a saved position to a number of batches before it, whose size may differ from the saved run's."""
+        """Return how many of the loader's batches lie before a saved position. Batch sizes may have changed."""
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):

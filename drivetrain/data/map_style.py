@@ -142,7 +142,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """Batch sampler of a DataLoader that is used for many epochs. `begin` is set to each epoch's batches."""
+    """Batch sampler for a DataLoader that lasts for many epochs. The function `begin` gives each epoch's batches."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -298,7 +298,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Begin an epoch so that its sampler repeats an order, apart from the state of the global generators.
+        """Open an epoch apart from the global random state, so that the sampler repeats the order of `start`.
 
         Returns a function to call at the end, and the epoch's first samples if the position is after them.
         """
@@ -364,7 +364,7 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Make the indices that this process requests from the dataset, and add each batch's `BatchInfo` to `infos`."""
+        """Yield the indices that this process requests, made from a sampler's batches. Fills `infos` as well."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched
@@ -413,7 +413,6 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Log that a user's `DistributedSampler` is not sharded again, and warn of samples that it repeats."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

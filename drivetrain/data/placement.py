@@ -63,7 +63,7 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Return `place`, a function that moves batches, with copies on a side stream if the device has streams."""
+    """Return a function that moves batches like `place`, but on a side stream if the device has streams."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)

@@ -54,7 +54,7 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """True if equally long loaders of all processes always give equally many batches."""
+        """True if processes with equally long loaders always get equally many batches."""
         ...
 
     @property

@@ -135,7 +135,6 @@ def plan_share(
 
 
 def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: bool) -> Share | None:
-    """Plan which slice of a batch that is split over all processes this one takes. None if no rows are left."""
     count = layout.shard.count
     if layout.tail is TailPolicy.COMPLETE:
         target = max(layout.batch_size or 0, size) if final else size

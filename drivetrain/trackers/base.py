@@ -529,7 +529,6 @@ class Losses:
 
     @property
     def total(self) -> int:
-        """The number of logged values lost so far, because the tracker could not write them."""
         return self._total
 
     def count_given(self, values: int) -> None:

@@ -167,10 +167,10 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """Yield HTML headings and an empty element for each chart, into which the page's JavaScript draws it."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
+        # The page's JavaScript draws the chart into the empty element with this ID.
         place = element("section", head, element("div", class_="plot", id=f"chart-{index}"), class_="chart")
         sections.setdefault(chart.section, []).append(place)
     for index, (heading, places) in enumerate(sections.items()):
