@@ -307,7 +307,7 @@ def _leads_below(root: str, name: str) -> bool:
 
 
 def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Return the directories in which runs of this script save by default, those of the newest run first."""
+    """Return the default checkpoint directories of this script's runs, those of the newest run first."""
     if not is_local(root):
         return [f"{absolute_directory(root)}/checkpoints"]
     found = [

@@ -134,7 +134,7 @@ class SampleGather:
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Concatenate the batches of one dataloader. Warn about further outputs that only some batches have."""
+    """Join the gathered parts (batches) of one dataloader. Warns about other outputs that only some parts have."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:

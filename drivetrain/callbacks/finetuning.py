@@ -238,7 +238,7 @@ class BaseFinetuning(Callback):
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record an optimizer's groups from index `first` on, which were added to it, for the next checkpoint."""
+        """Record which parameter groups, from index `first` on, were added to an optimizer, for checkpoints."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -247,7 +247,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
-        """Let learning rate schedulers also control the parameter groups that were added to their optimizer."""
+        """Schedule the learning rates of groups that were added to an optimizer, with the schedulers that it has."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
                 cover_new_groups(config.scheduler)

@@ -588,7 +588,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Exchange errors between all processes. Returns the failure of the lowest rank, or None if all succeeded."""
+        """Agree with all processes on one failure: that of the lowest rank that failed, or None if none did."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size

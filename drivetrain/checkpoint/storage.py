@@ -604,7 +604,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return whether the process that created a token is running, or None if this cannot be determined."""
+    """Return whether the process whose token is in a temporary file's name is running. None if unknown."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100

@@ -148,7 +148,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many last rows of a tensor are padding, given its number of rows, which identifies its batch.
+        """Return how many of a tensor's last rows are padding. Its number of rows tells from which batch it comes.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

@@ -338,7 +338,7 @@ class IndexOrder:
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Skip samples before a position. Returns the remaining batches, the first samples and the number skipped.
+        """Return the batches of indices from a position on, the epoch's first samples, and how many were skipped.
 
         Samplers with random access do not compute the skipped indices.
         """

@@ -102,7 +102,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the performance samples that all ranks have stored in a run's folder, such as speed and memory use.
+    """Read the lanes of a run's folder, which are the performance samples of each rank, such as speed over time.
 
     Returns a dict from rank to a description of its machine and its samples in order of time.
     """
@@ -324,10 +324,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Round a number to six digits for a smaller page. NaN and infinity, which JSON lacks, become None.
-
-    Returns None for NaN and infinity, which JSON cannot represent.
-    """
+    """Shorten a number to six digits, to keep the page small. NaN and infinity, which JSON lacks, become None."""
     if value is None or not math.isfinite(value):
         return None
     if value == (whole := int(value)):

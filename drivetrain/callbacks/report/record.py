@@ -110,7 +110,6 @@ def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Return True if a value has the given type or is None. An int also counts as a float."""
     if value is None:
         return True
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)

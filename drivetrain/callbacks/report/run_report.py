@@ -161,7 +161,7 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the earlier sessions of a run that was resumed: the times and outcomes in its existing `run.json`."""
+    """Return the sessions before this one of a resumed run (times and outcomes), from its earlier `run.json`."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
