@@ -396,7 +396,7 @@ INDEX = f"{FOLDER}/index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, dtype and shape of a tensor in a safetensors file. The tensor may be a shard of a larger one."""
+    """Entry for a tensor or a shard in a safetensors file: its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -434,7 +434,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a part of a tensor in a checkpoint: the file, the first byte and the number of bytes."""
+    """Place where part of a tensor is stored in a checkpoint: the file, the first byte and the number of bytes."""
 
     file: str
     start: int

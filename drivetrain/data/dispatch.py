@@ -31,7 +31,7 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Shape and dtype of a tensor. Rank 0 sends them first, so that the other ranks can allocate the tensor."""
+    """Slot for a tensor: the shape and dtype that rank 0 sends first, so that other ranks can allocate the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -73,7 +73,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Writer of one process's performance samples to a CSV file in the run's folder."""
+    """Lane of one process in the report: a CSV file to which the process appends its performance samples."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
