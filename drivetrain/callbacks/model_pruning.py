@@ -363,7 +363,7 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """Return a module's parameter that is trained, by its name. If it is pruned, that is `<name>_orig`."""
+    """Return the trained parameter of a (module, name) pair: `<name>_orig` if it is pruned, else `<name>`."""
     module, name = target
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None

@@ -246,7 +246,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Nest a list of states in a dict structured like the checkpoint, so that values can be loaded into it."""
+        """Put model or optimizer states into a dict structured like the checkpoint, to load values into them."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:

@@ -565,13 +565,13 @@ def replaced_beside(directory: str) -> str | None:
 
 
 def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
-    """Return what saves have left in a directory, as paths and matches of temporary names, newest first."""
     try:
         with os.scandir(root) as entries:
             kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
     except OSError:
         return []
     left = [(each.path, match) for each, kind in kinds if (match := kind.match(each.name))]
+    # The newest checkpoint comes first.
     return sorted(left, key=lambda one: (-LocalStorage().modified(os.path.join(one[0], MANIFEST)), one[0]))
 
 

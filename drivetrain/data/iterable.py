@@ -528,7 +528,7 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield each batch with its `BatchInfo`. Numbers begin at `skipped`. Rows are counted if `counted` is True."""
+    """Yield each batch with its `BatchInfo`, whose index starts at `skipped`. `counted` means that rows are counted."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
