@@ -210,7 +210,7 @@ class _UnknownRecord(pickle.UnpicklingError):
 
 
 class _Records(pickle.Unpickler):
-    """Unpickler for the metadata of `torch.distributed.checkpoint`. It rejects classes that could run code."""
+    """Unpickler for `torch.distributed.checkpoint` metadata. It rejects all other classes, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         # dtypes are pickled by name, such as `torch.float32`.
