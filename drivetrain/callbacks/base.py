@@ -440,7 +440,7 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> Verb:
-        """The Trainer method that runs this stage: `fit` for training, else the method named like the stage."""
+        """The Trainer method that runs this stage: `fit` for training, `validate` for validation, and so on."""
         return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
@@ -469,5 +469,5 @@ class Stage(str, Enum):
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
-        """Return the name of the stage's hook for a moment: `"start"` becomes `"on_test_start"` in the test stage."""
+        """Return the name of a callback hook of this stage. For the test stage, `"start"` gives `"on_test_start"`."""
         return f"on_{self.hook}_{moment}"

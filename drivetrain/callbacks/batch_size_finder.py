@@ -55,7 +55,6 @@ class BatchSizeRange:
         return middle if self.mode == "binsearch" and fitting < middle < lacking else None
 
     def chosen(self, fitting: int) -> int:
-        """Return the batch size to use, given the largest that fits. Mode `"binsearch"` reduces it by `margin`."""
         return max(1, int(fitting * (1 - self.margin))) if self.mode == "binsearch" else fitting
 
 

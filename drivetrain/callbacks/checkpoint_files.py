@@ -142,7 +142,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """Validated list of an earlier run's checkpoints, read from the state that its `ModelCheckpoint` saved.
+    """Validated state of an earlier run's `ModelCheckpoint`: its checkpoints' names and their scores.
 
     Attributes:
         saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
@@ -160,7 +160,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Create the record from the state dict of a `ModelCheckpoint`. Raises `CheckpointError` if it is invalid."""
+        """Create this object from a `ModelCheckpoint` state dict. Raises `CheckpointError` if it is invalid."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -278,7 +278,7 @@ def relative(path: str | None, root: str) -> str | None:
 
 
 def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Return the directory in which a resumed run saves: that of the earlier run if it can be used, else `path`."""
+    """Return the checkpoint directory for a resumed run: that of the earlier run if it still exists, else `path`."""
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
@@ -307,7 +307,7 @@ def _leads_below(root: str, name: str) -> bool:
 
 
 def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Return the directories in which this script saves checkpoints by default, the newest run's first."""
+    """Return the default checkpoint directories of this script's runs, those of the newest run first."""
     if not is_local(root):
         return [f"{absolute_directory(root)}/checkpoints"]
     found = [
@@ -360,7 +360,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Delete a replaced checkpoint, or a link to one. Failures are only logged, so that training continues."""
+    """Remove a checkpoint, or a link to one, that a newer one has replaced. Errors are logged, not raised."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
@@ -417,7 +417,7 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record a checkpoint as the newest. A complete one also replaces those written before a preemption."""
+        """Record `path` as the newest checkpoint. If `is_whole`, mark checkpoints of preemptions for deletion."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -487,7 +487,7 @@ class Decision:
 
     @property
     def target(self) -> str | None:
-        """The path to which the checkpoint is written: `path`, or `last` without one. None if nothing is saved."""
+        """The path at which the checkpoint is written: `path`, or else `last`. None if no checkpoint is saved."""
         return self.path or self.last
 
     def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
@@ -507,7 +507,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide whether to save a checkpoint now, and return its paths and score. Called on the main process only."""
+    """Decide on the main process whether to save now. Returns paths and score; without paths, nothing is saved."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
@@ -527,7 +527,7 @@ def decide(
 
 
 def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[str]) -> str:
-    """Return a path for a new checkpoint. It overwrites nothing, except for checkpoints of this run listed in `own`."""
+    """Return the path for a new checkpoint `name`, with a version suffix if a checkpoint not in `own` has it."""
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
@@ -619,7 +619,7 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Save a checkpoint and wait until it is on disk. Return False if this failed and errors are only logged."""
+        """Save a checkpoint to `path` and wait until it is on disk. Returns False if an error was only logged."""
         # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
@@ -652,7 +652,7 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait until the background save is on disk, then delete the checkpoints that it replaces."""
+        """Wait for the background save, then delete checkpoints that it replaces. With `forgive`, only log errors."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -664,7 +664,7 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Stop tracking a background save after an error has ended the run. With `wait`, let the save finish first."""
+        """Give up the background save after an error has ended the run. If `wait` is True, wait for it first."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -693,7 +693,7 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Finish a save: create `last`, and delete replaced checkpoints. Returns the paths of those deleted."""
+        """Follow up a finished save: create `last`, and delete old checkpoints. Returns the deleted paths."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)

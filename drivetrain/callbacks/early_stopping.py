@@ -233,7 +233,7 @@ class EarlyStopping(Callback):
         return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
 
     def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a metric value with the stopping thresholds. Returns a reason (or `NOT_STOPPED`) and a message."""
+        """Return why a metric value must stop training, with a message, or `(NOT_STOPPED, None)` if it need not."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return (

@@ -134,7 +134,7 @@ class SampleGather:
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Concatenate the batches of one dataloader. Warn about further outputs that only some batches have."""
+    """Join the gathered parts (batches) of one dataloader. Warns about other outputs that only some parts have."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
@@ -402,7 +402,7 @@ class EvaluationGather(Callback):
         self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
-        """Return the outputs of a step other than predictions and targets, such as sample IDs, for the file."""
+        """Return a step's other outputs for the prediction file, such as sample IDs. Empty without a file."""
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}

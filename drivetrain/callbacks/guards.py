@@ -163,11 +163,11 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Compute the number to check from this process's loss or metric, as a scalar tensor on the device."""
+        """Return the scalar to check, computed from this process's loss or metric. It is averaged over processes."""
 
     @abstractmethod
     def judge(self, value: float) -> str | None:
-        """Return a message if a value is bad, else None. Called with the mean of `measure` over all processes."""
+        """Return a message if the value from `measure`, averaged over processes, is bad, or None if it is good."""
 
     # hooks
 
@@ -277,7 +277,6 @@ class Guard(Callback):
     # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Check all values recorded since the last check, and react to a bad one. Returns True if there was one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False
@@ -426,7 +425,7 @@ class NaNGuard(Guard):
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return True, as a scalar tensor, if all elements of the tensors on this process are finite."""
+    """Return a boolean scalar tensor on the device of `like`: True if all elements of the tensors are finite."""
     parts = [part for part in map(_local, tensors) if part.numel()]
     # The infinity norm is NaN or infinite if any element is, and needs no boolean copy of the tensor.
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]

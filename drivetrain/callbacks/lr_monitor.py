@@ -195,7 +195,7 @@ class _Rates:
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Assign a log name to each parameter group. Called before each log, since groups may have been added."""
+        """Align the logged names with the optimizer's parameter groups, to which a callback may have added one."""
         groups = self._optimizer.param_groups
         if len(self._known) == len(groups):
             return

@@ -378,7 +378,7 @@ class ModelCheckpoint(Callback):
             yaml.safe_dump({path: float(score) for path, score in self.best_k_models.items()}, file)
 
     def directories(self, trainer: Trainer) -> list[str]:
-        """Return the directories in which an earlier run of this script may have saved, the most likely first.
+        """Return the directories in which an earlier run of this script may have saved checkpoints, likely ones first.
 
         A single process may call it, and it may be called before `setup`.
 

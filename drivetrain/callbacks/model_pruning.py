@@ -363,7 +363,7 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """Return the parameter that the optimizer trains. In a pruned module, this is `<name>_orig`."""
+    """Return the trained parameter of a (module, name) pair: `<name>_orig` if it is pruned, else `<name>`."""
     module, name = target
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None

@@ -100,7 +100,7 @@ class Stage:
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Exclude the seconds of a nested validation from the elapsed time, so that rates are not too low."""
+        """Exclude seconds, such as those of a nested validation, from the time with which speed is computed."""
         self.paused += seconds
         if self.bar is not None:
             # tqdm computes rates from these times.
@@ -557,7 +557,7 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """Return the completed fraction of the run, by epochs, steps or duration, whichever limit is nearest."""
+    """Return the share of the run that is done, from 0 to 1: by epochs, steps or time, whichever is furthest."""
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

@@ -177,7 +177,7 @@ class RichProgressBar(TQDMProgressBar):
 
 
 class _Row:
-    """Bar of a rich progress display, with those attributes of a tqdm bar that other code sets.
+    """Progress bar drawn by rich. It has the attributes of a tqdm bar that shared code sets.
 
     `number` is the task ID in rich. `start_t` and `last_print_t` have no effect, since rich measures the time itself.
     """

@@ -134,7 +134,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Return True if an interval ended at this step. A single process may call it, after `is_due`."""
+        """Return the result of `is_due` for this step again. A single process may call it."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -148,7 +148,7 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """Return how many intervals have ended since the run began, including this step. 0 for times and epochs."""
+        """Return how many intervals have ended since the run began. 0 if the interval is in seconds or epochs."""
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -180,7 +180,7 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """The seconds that have passed toward this point, for a checkpoint. 0 unless it is given as a time."""
+        """The seconds passed so far, to be stored in a checkpoint. 0 if this point is not given as a time."""
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed

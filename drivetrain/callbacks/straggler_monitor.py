@@ -41,7 +41,6 @@ class OwnTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The seconds per step before the backward pass: waiting for the loader, and the forward pass."""
         return self.waiting + self.forward
 
 

@@ -110,7 +110,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Reading(NamedTuple):
-    """Totals of what this process has trained on so far, such as samples and FLOPs. Rates follow from two of them.
+    """Reading of this process's counters, such as samples and FLOPs so far. Two readings give the rates.
 
     Attributes:
         time: The seconds of training, without validations.

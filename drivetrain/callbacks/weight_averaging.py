@@ -62,7 +62,7 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the model's current parameters, and free copies that were gathered for a forward pass."""
+        """Refresh the references to the model's parameters, and free copies gathered for a forward pass."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 

@@ -186,7 +186,6 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 
 def _file_at(path: str) -> FoundCheckpoint | None:
-    """Return facts about a checkpoint file that drivetrain wrote in another tool's format. None for other files."""
     file = written_file(path)
     if file is None:
         return None

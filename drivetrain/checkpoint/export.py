@@ -429,12 +429,12 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill existing tensors with the weights of these names, several in parallel."""
+        """Fill existing tensors, given by the names of weights, with these weights. Several are read in parallel."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the weight of this name into an existing tensor."""
+        """Copy a weight, given by its name, into an existing tensor."""
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
@@ -442,7 +442,7 @@ class Weights(Mapping[str, Tensor]):
         return None
 
     def tied(self) -> dict[str, str]:
-        """Return the names of tied weights, mapped to the name under which each tensor is stored."""
+        """Return the names of tied weights, each mapped to the name under which their tensor is stored."""
         return dict(self.same)
 
 

@@ -86,7 +86,10 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return the state in a checkpoint that all processes share, and that of process `rank`. See `read_foreign`."""
+        """Read a checkpoint. Returns the state that all processes share, and the state of process `rank` or None.
+
+        See `read_foreign`.
+        """
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
@@ -144,7 +147,7 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): this format can only be read, not written.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of a checkpoint that only this object can read. None to use the standard reader.
+        """Return the content of a checkpoint that only this format can read. None to use the standard reader.
 
         Args:
             path: The checkpoint's path.
@@ -167,7 +170,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if a new save may overwrite this earlier checkpoint of the run.
+        """Return True if a new save may overwrite the earlier checkpoint at this path.
 
         Args:
             path: The path.

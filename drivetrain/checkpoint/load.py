@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """Complete checkpoint that has been opened to read its states, tensors and files.
+    """Drivetrain checkpoint that is open for reading: its states, single tensors and files.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -127,7 +127,7 @@ class Checkpoint:
         return tree, report
 
     def own(self, rank: int) -> Any:
-        """Read the part of a checkpoint's state that belongs to one rank, such as its random state."""
+        """Read the state of one rank from the checkpoint, such as the state of its random generators."""
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
@@ -151,7 +151,6 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """Return the keys of all tensors in a JSON-encoded state, after checking that the index has each of them."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -161,7 +160,7 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild a state from its JSON form. Its tensors are read into those in `targets`, or into new ones."""
+        """Rebuild a nested state (tree) from JSON. Its tensors are read into `targets`, or into new tensors."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -192,7 +191,6 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors of `into` by key. Tied ones, which a checkpoint stores once, are listed separately."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []

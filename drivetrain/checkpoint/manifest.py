@@ -246,7 +246,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Arrange model or optimizer states in the checkpoint's structure, so that it can be loaded into them."""
+        """Put model or optimizer states into a dict structured like the checkpoint, to load values into them."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -270,7 +270,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's shared state in the current structure, whichever version of drivetrain wrote it.
+    """Convert the shared state of a checkpoint to the current schema, if an older version of drivetrain wrote it.
 
     Args:
         shared: All or some top-level entries of a checkpoint, packed or not.
@@ -308,7 +308,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one process's state in the current structure, whichever version of drivetrain wrote it."""
+    """Convert the state of one process to the current schema, if an older version of drivetrain wrote it."""
     if "engine" in own:
         return dict(own)
     return {

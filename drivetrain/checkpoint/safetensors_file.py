@@ -95,7 +95,7 @@ class MappedFile:
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Copy a tensor's bytes into a buffer by reading the file, so that the mapping takes no more memory."""
+        """Copy a tensor's bytes into a buffer, by a read of the file that adds no mapped pages to memory."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
@@ -164,7 +164,7 @@ class MappedRange:
 
 
 def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Record on a tensor which byte range of a mapped file is its memory, as `mapped_range` returns it."""
+    """Mark a tensor with the byte range of the mapped file that it uses. `mapped_range` returns the mark."""
     place = file.placed[name]
     setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
 

@@ -96,7 +96,7 @@ class Save:
         self._items: list[WriteItem] = self._planner.finish_plan(share).items
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
-        """Separate the states' tensors from their other values, and return a plan for this process's tensors."""
+        """Separate tensors from other values, and return a plan of the tensors that this process can write."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -162,7 +162,7 @@ class Save:
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files. Returns their sizes and hashes, and where in them each tensor is stored."""
+        """Write this process's files into the temporary directory. Returns their hashes and the tensors' places."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -230,7 +230,7 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Divide this process's tensors among files of similar size, which are written in parallel.
+    """Divide tensors into lists of similar size, one for each file that this process writes in parallel.
 
     Returns the tensors of each file, in the order in which they are written.
     """
@@ -354,7 +354,7 @@ class PendingSave:
             raise self._error
 
     def claim(self) -> None:
-        """Make `wait` the only method that raises an error of this save. Later saves then do not raise it.
+        """Claim the error of this save: then only `wait` raises it, and later saves do not.
 
         `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
         """
@@ -509,7 +509,7 @@ class SaveQueue:
             self._running._finished.wait()
 
     def report(self) -> None:
-        """Log the error of a failed background save when the interpreter exits, if it was not reported before."""
+        """Report a failed background save in the log when the interpreter exits, unless it was reported before."""
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was not saved: {self.failed._error}", main_process_only=False)
@@ -588,7 +588,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Exchange errors between all processes. Returns the failure of the lowest rank, or None if all succeeded."""
+        """Agree with all processes on one failure: that of the lowest rank that failed, or None if none did."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -622,7 +622,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise the error of one process as a `CheckpointError` on all processes. Each of them must call it."""
+        """Fail with one process's error: raise it as a `CheckpointError`. All processes must call this method."""
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""

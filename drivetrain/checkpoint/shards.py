@@ -68,7 +68,7 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """Return the stored part of a tensor that `index` identifies by the tensor's name and the part's offsets."""
+        """Return the stored part of a tensor, given a `MetadataIndex` (the tensor's name and the part's offsets)."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
@@ -217,7 +217,7 @@ class FileStream:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill a buffer with bytes of the file, starting at offset `start`. With hashing, offsets must ascend."""
+        """Read bytes of the file, from offset `start` on, into `target`. If hashed, offsets must ascend."""
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)
@@ -248,7 +248,7 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Yield a byte range of a checkpoint file in blocks. The file's hash is not checked, since it covers all bytes.
+    """Read a byte range of a checkpoint file, and yield blocks of it. The file's hash is not checked.
 
     All blocks use one buffer, so use each block before the next one is read.
     """
@@ -301,7 +301,7 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Return the file and the byte range of the part of a tensor that begins at the given offsets."""
+        """Return the place of a tensor's shard, given its offsets in the tensor: the file and the byte range."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:

@@ -148,14 +148,17 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Return the temporary path at which a checkpoint is written, and the folder name for its manifest.
+        """Return the path under which a new checkpoint is written, and the folder that its manifest names.
 
         The name is empty if publishing renames the whole directory.
         """
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create the directory in which a checkpoint is written, with subdirectories. They may exist already."""
+        """Create the directory in which a new checkpoint is written, with subdirectories.
+
+        They may exist already.
+        """
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
@@ -163,7 +166,7 @@ class Storage(ABC):
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Write the manifest of a finished checkpoint and make it available under its final name.
+        """Publish a finished checkpoint: write its manifest, and make it available as `directory`.
 
         An older checkpoint of this name is replaced.
         """
@@ -334,7 +337,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush to disk a file that a hook has written, and return its size and hash for the manifest."""
+        """Flush a file that a hook has written to disk, and return its size and SHA-256 hash."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)
@@ -562,18 +565,18 @@ def replaced_beside(directory: str) -> str | None:
 
 
 def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
-    """Return temporary files and directories that saves have left in a directory, the newest checkpoint first."""
     try:
         with os.scandir(root) as entries:
             kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
     except OSError:
         return []
     left = [(each.path, match) for each, kind in kinds if (match := kind.match(each.name))]
+    # The newest checkpoint comes first.
     return sorted(left, key=lambda one: (-LocalStorage().modified(os.path.join(one[0], MANIFEST)), one[0]))
 
 
 def _is_in_use(path: str, match: re.Match[str]) -> bool:
-    """Return True if the process that created a temporary file or directory may still be using it."""
+    """Return True if the process that made a temporary path may still use it. `match` is its parsed name."""
     what, (root, _) = match["what"], os.path.split(path)
     if match.re is _LEFT_FILE:
         lives = _is_token_alive(match["token"])
@@ -601,7 +604,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return whether the process that created a token is running, or None if this cannot be determined."""
+    """Return whether the process whose token is in a temporary file's name is running. None if unknown."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100

@@ -55,7 +55,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Raise an error if a part of a file of `torch.save` does not match its checksum.
+    """Check the parts of a file of `torch.save` against their checksums, and raise an error if one is damaged.
 
     `torch.load` does not make this check.
     """
@@ -154,7 +154,7 @@ class TorchShards:
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """Return the names of tensors under a top-level key such as `"model"`, mapped to names without that key."""
+        """Map the names of the tensors below a top-level key, such as `"model"`, to names without that key."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
@@ -210,7 +210,7 @@ class _UnknownRecord(pickle.UnpicklingError):
 
 
 class _Records(pickle.Unpickler):
-    """Unpickler that creates only the classes of torch's checkpoint metadata, which cannot run code."""
+    """Unpickler for `torch.distributed.checkpoint` metadata. It rejects all other classes, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         # dtypes are pickled by name, such as `torch.float32`.

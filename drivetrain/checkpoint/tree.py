@@ -102,7 +102,7 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Error for JSON content that `pack` never produces, so that it must be damaged."""
+    """Error for JSON content that drivetrain never writes, so that the checkpoint must be damaged."""
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
@@ -114,7 +114,7 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key of the tensor at a path of a JSON-encoded state. None if there is no tensor at the path.
+    """Return the key of the tensor at a path of a packed state, such as `engine/models/0/bias`. None if absent.
 
     Tied tensors have one key.
 
@@ -293,7 +293,7 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Collect a tensor and return its key. A tied tensor gets the key under which it was first found."""
+        """Keep a tensor for saving, and return its key. A tied tensor has the key of its first occurrence."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
@@ -394,7 +394,7 @@ INDEX = f"{FOLDER}/index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, dtype and shape of a tensor in a safetensors file. The tensor may be a shard of a larger one."""
+    """Entry for a tensor or a shard in a safetensors file: its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -404,7 +404,7 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Return the entry of a part of a tensor. If it is not the whole tensor, its name ends with its offsets."""
+        """Return the entry of a shard, whose name ends with the shard's offsets, or of a whole tensor."""
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
@@ -417,7 +417,7 @@ class Entry:
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the tensor's entry for a safetensors header, given the offset `start` of its first byte.
+        """Return the tensor's description in a safetensors header, if its data begins at offset `start`.
 
         A dtype that safetensors does not define is described as bytes.
         """
@@ -432,7 +432,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a part of a tensor in a checkpoint: the file, the first byte and the number of bytes."""
+    """Place where part of a tensor is stored in a checkpoint: the file, the first byte and the number of bytes."""
 
     file: str
     start: int
@@ -468,7 +468,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return the order in which to write tensors so that each begins at an aligned offset, as indices.
+    """Return the order in which to write tensors, as indices, so that each begins at an aligned offset.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
     so on follow. Each tensor then starts at a multiple of its item size.
@@ -494,7 +494,7 @@ def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """Tensor in a safetensors file: its name, dtype and shape, and the offset of its first byte.
+    """Tensor in a safetensors file: its name, dtype and shape, and the offset where its data begins.
 
     Attributes:
         entry: The tensor's name, dtype and shape.
@@ -506,7 +506,6 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The offset in the file of the first byte after the tensor."""
         return self.start + self.entry.nbytes
 
 

@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return this batch's weight in a mean over processes, so that all real rows of the step count equally.
+        """Return the weight of this batch in a mean over processes, so that all the step's real rows count equally.
 
         Args:
             processes: Number of processes over which the step's batches are spread.
@@ -148,7 +148,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of the last rows are padding in a tensor that was computed from the current batch.
+        """Return how many of a tensor's last rows are padding. Its number of rows tells from which batch it comes.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

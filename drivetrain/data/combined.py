@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a CombinedLoader whose loaders, once sharded, combine batches as in a single process.
+        """Return a CombinedLoader that processes can share, with loaders repeated or cut to equal lengths if needed.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -135,7 +135,7 @@ class CombinedLoader:
         return self._begin(limit, together, pend=False)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over combined batches that move to the device on first use, as `PendingBatch` objects.
+        """Return an iterator over combined batches, as `PendingBatch` objects that move to the device on first use.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -232,13 +232,13 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """The `BatchInfo` of the latest combined batch. None before and after a loop."""
+        """The `BatchInfo` of the combined batch that was yielded last. None before and after a loop."""
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the loaders' current positions for a checkpoint. `reached` is ignored.
+        """Return the current positions of all loaders for a checkpoint.
 
-        Earlier positions are not recorded.
+        Positions after earlier batches are not recorded.
 
         Args:
             reached: Ignored.
@@ -274,7 +274,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return an iterator for each loader. None means that it is created when its first batch is needed.
+        """Return an iterator for each loader, or None for a loader that begins when its first batch is needed.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -290,7 +290,7 @@ class CombinedLoader:
                     iterator.close()
 
     def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return the next batch of each loader and their `BatchInfo` objects, or None when the iteration ends."""
+        """Return one batch of each loader, with their `BatchInfo` objects. None at the end of the iteration."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -321,7 +321,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader, and True if the whole iteration has ended, which depends on `mode`."""
+        """Return the next batch of one loader, and whether the whole iteration has ended, which depends on `mode`."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -342,7 +342,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over one of the loaders, cut at the limit of the combined iteration.
+        """Begin to iterate one of the loaders. Returns its iterator, which stops at the limit of the iteration.
 
         Args:
             loader: The loader.

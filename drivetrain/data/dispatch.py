@@ -31,7 +31,7 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Shape and dtype of a tensor. Rank 0 sends them first, so that the other ranks can allocate the tensor."""
+    """Slot for a tensor: the shape and dtype that rank 0 sends first, so that other ranks can allocate the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class DispatchReader:
             self._compared = False
 
     def _digest(self, epoch: int, start: EpochStart) -> str | None:
-        """Return a hash of the first samples of the stream on this rank, or None if reading them fails."""
+        """Read the stream's first samples on this rank, and return their digest (hash). None if reading fails."""
         try:
             with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
                 reader = self._make_reader()
@@ -109,7 +109,7 @@ class DispatchReader:
 
 
 class _Exchange:
-    """Connection through which rank 0 sends the batches of one iteration to the other ranks."""
+    """Exchange of one iteration's batches: rank 0 reads and sends them, and the other ranks receive them."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -164,7 +164,7 @@ class _Exchange:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks that rank 0 could not read a batch, so that they raise an error and do not wait."""
+        """Make the other ranks raise the error with which rank 0 failed to read a batch."""
         self._send_header([_FAILED] + [0] * (_COMMON - 1))
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
@@ -223,7 +223,6 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """Encode the `BatchInfo` of a step as integers for sending: common values, and values of each process."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,

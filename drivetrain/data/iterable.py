@@ -45,7 +45,7 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch as read by a worker, with the numbers of rows that only the worker can determine.
+    """Batch from a worker process, with the numbers of rows and padding rows that the worker counted.
 
     Attributes:
         batch: The batch.
@@ -271,7 +271,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Tell the workers how many batches before a position to drop. Returns the steps that are left to skip."""
+        """Set how many batches each worker drops to reach a position. Returns the number of steps left to skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -292,9 +292,10 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield each batch with its `BatchInfo`. One batch is read ahead, so that the last one is known to be last.
+        """Yield each batch of this process with its `BatchInfo`, after the first `skipped` batches.
 
-        The first of the skipped batches are stored in `head`.
+        The first of the skipped batches are stored in `head`. One batch is read ahead, so that the last one is known to
+        be last.
         """
         consumed = int(self._dataset.dropped.sum()) * (self.layout.batch_size or 1)
         for record in islice(records, skipped):
@@ -430,7 +431,6 @@ class _LoaderStates:
         yield from ()
 
     def _state(self) -> dict[str, Any] | None:
-        """Return the state of the user's loader. None, after a warning, if a checkpoint cannot store it."""
         assert self._loader is not None
         # The loader may return objects that it goes on changing.
         state = copy.deepcopy(self._loader.state_dict())
@@ -455,7 +455,7 @@ class _LoaderStates:
         return self._kept.get(batches)
 
     def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
-        """Restore the user's loader from a saved state and return its iterator. None if this is not possible.
+        """Resume the user's loader from a saved state and return its iterator. None if that is not possible.
 
         States of torchdata hold the workers' parts and therefore need an equal number of workers. Between epochs,
         torchdata's loaders have no state besides the generators that a position holds.
@@ -517,7 +517,6 @@ def _is_plain(value: Any) -> bool:
 def _skipping(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Skip batches that were consumed before, keeping the first in `head`. Returns the rest and a sample count."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:
@@ -529,7 +528,7 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield batches with their `BatchInfo`, numbered from `skipped` on. Rows are counted only if `counted` is True."""
+    """Yield each batch with its `BatchInfo`, whose index starts at `skipped`. `counted` means that rows are counted."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -556,7 +555,7 @@ def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Distribute batches to the processes. Yield one list per step, with a batch or None for each process."""
+    """Distribute batches over processes. Yield a list for each step, with a batch or None for each process."""
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
@@ -582,7 +581,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Form steps from batches. Yield a list with a batch for each process, padded or None where data runs out."""
+    """Group batches into steps. Yield a list with one entry per process: a batch, or None if data ran out."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []

@@ -114,7 +114,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """Return an iterator over `PendingBatch` objects, which move their batch to the device on first use.
+        """Return an iterator over batches as `PendingBatch` objects, which move to the device on first use.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -195,7 +195,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches
 
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
-        """Yield the batches of an iteration. While a batch is in use, `current` is its `BatchInfo`."""
+        """Yield this process's batches, wrapped in `PendingBatch` if `pend` is True, and update `current`."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         batches: Iterator[PendingBatch] = iter(())
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
@@ -246,7 +246,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def tail(self) -> TailPolicy:
-        """How an epoch ends if batches do not suffice for all processes. May be changed between iterations."""
+        """Policy for the tail of an epoch, where not every process has a batch left. It can be changed."""
         return self._layout.tail
 
     @tail.setter
@@ -256,7 +256,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """True if the user's loader reads an `IterableDataset`, so that the epoch ends when the stream ends."""
+        """True for a loader of an `IterableDataset`, whose epoch ends when its stream of samples ends."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
@@ -314,7 +314,7 @@ class PreparedLoader(DataLoader[Any]):
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
-        """Return the objects with a `set_epoch` method: first the dataset, or None without one, then the samplers."""
+        """Return the dataset, or None if it has no `set_epoch` method, and all samplers that have one."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
@@ -335,7 +335,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached_end(self) -> bool:
-        """True if the loader has given the last batch of the epoch."""
+        """True if the last batch of the epoch has been yielded."""
         reached = self.reached
         return self._exhausted or (reached is not None and reached.last)
 
@@ -346,7 +346,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def resumes_within(self) -> bool:
-        """True if the next iteration starts in the middle of an epoch, for example after loading a checkpoint."""
+        """True if the next iteration starts within an epoch, as after loading a checkpoint or after `skip`."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
@@ -375,7 +375,7 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Stay in the epoch of a loaded position, even if all its batches were already consumed.
+        """Make the next iteration stay in the epoch of a loaded position, even if that epoch has no batches left.
 
         Used for scripts that skip batches by themselves.
         """
@@ -465,7 +465,7 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """Return how many of the user's batches precede a position. The batch size may differ from the saved run's."""
+        """Return how many of the loader's batches lie before a saved position. Batch sizes may have changed."""
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):

@@ -142,7 +142,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """Batch sampler that takes its batches from the function `begin`, which is replaced before each epoch."""
+    """Batch sampler for a DataLoader that lasts for many epochs. The function `begin` gives each epoch's batches."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -273,7 +273,7 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read the first batches of an epoch and count their rows. The epoch's last batches are padded with them."""
+        """Read the first batches of an epoch, which pad its last ones. Returns each with its number of rows."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -298,7 +298,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Begin an epoch with the random state in `start`, so that the sampler draws the order that it drew before.
+        """Open an epoch apart from the global random state, so that the sampler repeats the order of `start`.
 
         Returns a function to call at the end, and the epoch's first samples if the position is after them.
         """
@@ -344,7 +344,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Converter of a sampler's batches to the indices that this process requests from its dataset.
+    """Requests for a DataLoader: the indices of this process, made from a sampler's batches.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
@@ -364,7 +364,7 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Yield the indices that this process reads, one item per batch, and add each `BatchInfo` to `infos`."""
+        """Yield the indices that this process requests, made from a sampler's batches. Fills `infos` as well."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched
@@ -394,12 +394,12 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
 
 
 def _started(items: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator after its first item has been read, because samplers draw their order with that item."""
+    """Start an iterator by reading its first item, since samplers then draw their order. No item is lost."""
     return chain(list(islice(items, 1)), items)
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Check that the sampler gives all processes the same first indices, and return its batches unchanged."""
+    """Raise an error unless all processes agree on the sampler's first batch. Returns the batches unchanged."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
@@ -413,7 +413,6 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Log that a user's `DistributedSampler` shards the data itself, and warn if it repeats samples."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

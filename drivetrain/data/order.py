@@ -240,7 +240,7 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Position in an epoch at which an iteration begins, with the random state that gives the epoch's order.
+    """Position in an epoch at which reading starts or resumes, with the random state that determines the order.
 
     Attributes:
         batches: Number of the user's batches before the position.
@@ -286,7 +286,7 @@ class IndexOrder:
 
     @property
     def draws_at_once(self) -> bool:
-        """True if the sampler draws all its random numbers before its first index, as `RandomSampler` does."""
+        """True if the sampler draws all its random numbers before it gives an index, as `RandomSampler` does."""
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE
@@ -305,7 +305,7 @@ class IndexOrder:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the sampler's length. None means that the last batch is recognized by reading one batch ahead.
+        """Return the sampler's length, to recognize the last batch. None if one batch must be read ahead instead.
 
         Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """
@@ -317,7 +317,7 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Warn if an epoch had more or fewer batches than the length of its sampler promises."""
+        """Warn if an epoch had more or fewer batches than its sampler's length, and ignore this length from then on."""
         if batches and not was_last:
             logger.warning_once(
                 "%s has a length of %d batches, but returned %d, so the last batch of this epoch was not recognised as "
@@ -329,17 +329,16 @@ class IndexOrder:
             self._length_is_wrong = True
 
     def plain_iterator(self) -> Iterator[Any]:
-        """Return an iterator over the user's sampler, created exactly as torch's DataLoader does."""
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over batches of indices. Without batching, each batch is a list of one index."""
+        """Return an iterator over lists of indices. Without batching, each single index becomes a list."""
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Skip samples before a position. Returns the remaining batches, the first samples and the number skipped.
+        """Return the batches of indices from a position on, the epoch's first samples, and how many were skipped.
 
         Samplers with random access do not compute the skipped indices.
         """

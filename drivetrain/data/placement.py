@@ -44,7 +44,7 @@ class SideStreamPlacement:
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Return a batch that `send` copies to the device. Kernels queued from now on wait for the copy."""
+        """Make the current stream wait for the copy of a batch that `send` started, and return the batch."""
         current = self._kind.current_stream()
         if current is not None:
             current.wait_stream(self._stream)
@@ -63,14 +63,14 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Return a function that copies batches on a side stream, or `place` if the device has no streams."""
+    """Return a function that moves batches like `place`, but on a side stream if the device has streams."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
 
 
 def sends_ahead(place: Place | None) -> bool:
-    """Return True if `place` may copy the next batch to the device while the current one is being processed."""
+    """Return True if `place` copies the next batch to the device while the current one is being processed."""
     return isinstance(place, SideStreamPlacement) and place.sends_ahead
 
 
@@ -158,7 +158,7 @@ class PendingBatch:
 
 
 class PendingParts(PendingBatch):
-    """Pending batch of a `CombinedLoader`. The parts of all its loaders move to the device on first use."""
+    """`PendingBatch` of several loaders' batches (parts), which are moved and combined when first used."""
 
     __slots__ = ("_arranged", "_parts")
 
@@ -179,7 +179,7 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Wrap batches as `PendingBatch` objects, and link each to the next so that this one can be copied early."""
+    """Wrap batches as `PendingBatch` objects, each linked to the next so that the next can be copied early."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)

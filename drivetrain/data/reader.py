@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Iteration that `Reader.open` has started: its batches, and a function to call at its end.
+    """Result of `Reader.open`: the batches of this process, and a function to call at the end.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.
@@ -54,19 +54,19 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """True if all processes get equally many batches whenever their loaders are equally long."""
+        """True if processes with equally long loaders always get equally many batches."""
         ...
 
     @property
     def reads_ahead(self) -> bool:
-        """True if reading the next batch before the current one is processed cannot change any result.
+        """True if the next batch may be read before the current one is processed, without any effect on results.
 
         This is the case if workers read ahead anyway and the whole order is already drawn.
         """
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Start reading an epoch at a position. The returned object holds the batches of the iteration."""
+        """Open an epoch at a position. Returns an `Opened` with at most `limit` batches of this process."""
         ...
 
     def restart(self) -> None:
@@ -105,7 +105,7 @@ def is_split_already(loader: Any) -> bool:
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """Return an iterator over at most `limit` items, counting `skipped` earlier ones. None means no limit."""
+    """Return an iterator over at most `limit - skipped` items, or over all of them if `limit` is None."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
@@ -170,7 +170,7 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Yield batches after counting their rows. The numbers are stored in the `BatchInfo` of each batch.
+    """Find the number of rows of each batch, and yield the batch with its completed `BatchInfo`.
 
     A padding batch without countable rows counts as one row.
     """

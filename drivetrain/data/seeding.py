@@ -161,7 +161,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Read and return the samples of the first batch, and record which global random generators this uses."""
+        """Read and return the first batch's samples, and record which global random generators they use."""
         drawn: list[str] = []
         samples = []
         for index in indices:

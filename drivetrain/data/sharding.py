@@ -108,7 +108,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Choose the rows that one process takes from the batches of a step. Returns None if no rows are left for it."""
+    """Plan which rows of a step's batches one process takes, from the batches' sizes. None if it gets none."""
     if not all(sizes):
         raise DataError(
             "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
@@ -135,7 +135,6 @@ def plan_share(
 
 
 def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: bool) -> Share | None:
-    """Choose the rows that one process takes from a batch that is split over all. None if no rows are left."""
     count = layout.shard.count
     if layout.tail is TailPolicy.COMPLETE:
         target = max(layout.batch_size or 0, size) if final else size
@@ -179,7 +178,7 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Divide batches among processes. Yield the batches of this process, each with its `BatchInfo`.
+    """Divide a sampler's batches among processes. Yield those of this process, each with its `BatchInfo`.
 
     A single process gets the given batch objects themselves.
     """
@@ -261,7 +260,7 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Build the batch of one process: the rows in `share`, padded with rows of the epoch's first batches."""
+    """Build the batch of one process from its `Share` of rows. Padding comes from the epoch's first batches."""
     # A batch of padding only is the first batch of the epoch.
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
@@ -283,7 +282,7 @@ def share_of_batches(
 
 
 class OtherForm(Exception):
-    """Error for batches whose rows cannot be combined, because their shapes, keys or lengths differ."""
+    """Error for batches that cannot be joined row by row, because their shapes, keys or lengths differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
@@ -358,7 +357,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Pad short batches by repeating rows, for devices that compile a new graph for each batch size."""
+    """Fill short batches up to `size` rows by repeating rows, since some devices compile for each batch size."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -397,7 +396,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches, and raise an error if some processes run out of batches before the others.
+    """Yield batches, and raise an error unless the data of all processes ends with the same step.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -454,9 +453,10 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Raise an error if processes read different samples of an iterable dataset, as when it shards itself.
+    """Check that all processes read the same stream, by digests of its first samples. Raise an error if not.
 
-    Sharding such a dataset again would lose data. All processes must call the function.
+    An iterable dataset that shards itself would lose data if it were sharded again. All processes must call the
+    function.
     """
     digests = gather_object([begins_with])
     others = [digest not in (None, digests[0]) for digest in digests]
@@ -536,7 +536,7 @@ def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Complete each `BatchInfo` with the number of real rows that all processes have together in the step.
+    """Sum the real rows of each step over all processes, and yield each batch with the sum in its `BatchInfo`.
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """

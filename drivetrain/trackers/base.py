@@ -420,7 +420,7 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Create the tracker of a run that selects it by name. It receives the project, and a directory if required.
+        """Create this tracker for a Trainer that selects it by name. Passes the project, and `save_dir` if required.
 
         Args:
             save_dir: The root directory of the run.
@@ -529,7 +529,6 @@ class Losses:
 
     @property
     def total(self) -> int:
-        """The total number of values that the tracker could not write."""
         return self._total
 
     def count_given(self, values: int) -> None:

@@ -83,7 +83,7 @@ class CSVLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> Path:
-        """The path of the file `metrics.csv`. Creates the run's directory if necessary."""
+        """The path of the file `metrics.csv` of this run. Getting it creates the run's directory."""
         self.start()
         return self.run_directory.path / "metrics.csv"
 

@@ -63,7 +63,7 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Queue a call for the background thread. Returns False if the queue is full, unless `always` is True."""
+        """Queue a call that logs some values. Returns False if the queue is full, unless `always` is True."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False

@@ -158,7 +158,7 @@ class _MLFlowRun(PackageRun):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock a local SQLite database, so that several runs do not create MLflow's tables in it at the same time."""
+        """Hold a lock on a local SQLite database, so that only one run at a time creates MLflow's tables."""
         _, is_sqlite, path = self._uri.partition("sqlite:///")
         if not is_sqlite:
             yield

@@ -46,7 +46,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Return False and warn if the script or its command line contains a secret that a tracker would record."""
+    """Return True if script and command line contain no secret, so that a tracker may record them. Warn otherwise."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")

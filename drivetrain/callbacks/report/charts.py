@@ -73,7 +73,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Writer of one process's performance samples to a CSV file in the run's folder."""
+    """Lane of one process in the report: a CSV file to which the process appends its performance samples."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -102,7 +102,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the performance samples that all ranks have stored in a run's folder, such as speed and memory use.
+    """Read the lanes of a run's folder, which are the performance samples of each rank, such as speed over time.
 
     Returns a dict from rank to a description of its machine and its samples in order of time.
     """
@@ -192,7 +192,7 @@ class Chart:
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """Return the chart as a dict from which the page's JavaScript draws it. All curves share the x values."""
+        """Return the chart as a dict for the page's JavaScript: labels, x values, and the y values of each curve."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []
@@ -324,10 +324,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Round a number to six digits for a smaller page. NaN and infinity, which JSON lacks, become None.
-
-    Returns None for NaN and infinity, which JSON cannot represent.
-    """
+    """Shorten a number to six digits, to keep the page small. NaN and infinity, which JSON lacks, become None."""
     if value is None or not math.isfinite(value):
         return None
     if value == (whole := int(value)):

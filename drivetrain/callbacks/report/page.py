@@ -62,7 +62,7 @@ _HINT = (
 
 @dataclass
 class PageParts:
-    """Texts and tables of a report page, without its charts. They are escaped; empty ones are omitted.
+    """Texts and tables from which the HTML of a report page is made, except for its charts. Empty ones are omitted.
 
     Attributes:
         title: The heading and the window title.
@@ -167,10 +167,10 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """Yield the HTML into which the page's JavaScript draws the charts: headings and empty elements."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
+        # The page's JavaScript draws the chart into the empty element with this ID.
         place = element("section", head, element("div", class_="plot", id=f"chart-{index}"), class_="chart")
         sections.setdefault(chart.section, []).append(place)
     for index, (heading, places) in enumerate(sections.items()):

@@ -110,7 +110,6 @@ def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Return True if a value has the given type or is None. An int also counts as a float."""
     if value is None:
         return True
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)
@@ -154,7 +153,7 @@ def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """Return how many seconds a run has trained, without the pauses between stopping and resuming."""
+    """Return a run's training time in seconds, given the content of its `run.json`: the sum over all sessions."""
     spans = [*record.get("sessions", ()), record]
     return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
 

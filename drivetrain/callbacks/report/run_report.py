@@ -79,7 +79,7 @@ class ReportWriter:
         return self._due - time.monotonic()
 
     def write(self) -> None:
-        """Write `run.json` and the report page while training runs. The first page contains no curves yet."""
+        """Write `run.json` and the report page of a run in progress. The first page has no curves yet."""
         is_first, self._has_page = not self._has_page, True
         # Counts only the processor time of this thread, which is what training loses.
         began = time.thread_time()
@@ -161,7 +161,7 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the earlier sessions of a run that was resumed: the times and outcomes in its existing `run.json`."""
+    """Return the sessions before this one of a resumed run (times and outcomes), from its earlier `run.json`."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
@@ -255,7 +255,7 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """End the background thread. If its function is just being called, wait up to `seconds` for it to return."""
+        """Stop the background thread. Waits at most `seconds` for a call of its function to return."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
