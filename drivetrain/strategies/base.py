@@ -72,7 +72,7 @@ def move_in_place(
     for module in model.modules():
         if type(module)._apply is not nn.Module._apply:
             # The metrics of torchmetrics move their state here, which is neither parameters nor buffers.
-            module._apply(lambda tensor: tensor.to(device) if moves(tensor) else tensor)
+            module._apply(lambda tensor: tensor.to(device) if moves(tensor) else tensor)  # type: ignore[no-untyped-call]
     return model
 
 
