@@ -364,7 +364,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and data loader positions at an earlier moment, which a checkpoint is to describe.
+    """Random state and loader positions of an earlier point in the run, saved in place of the current ones.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 

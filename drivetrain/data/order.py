@@ -338,7 +338,7 @@ class IndexOrder:
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Return the batches of indices from a position on, the epoch's first samples, and how many were skipped.
+        """Return index batches after a resume position, the epoch's first indices, and the number of skipped samples.
 
         Samplers with random access do not compute the skipped indices.
         """

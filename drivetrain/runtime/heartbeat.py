@@ -72,7 +72,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Sign:
-    """Sign of life of a rank: its progress, which the launcher reads from a file to detect ranks that hang.
+    """Progress report of a rank, which the launcher reads from a file to detect ranks that hang.
 
     Attributes:
         beats: Number of units of progress so far.

@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes. If one of them runs out of memory, the result says so on all."""
+    """Call a function on all processes, and tell each process whether any of them ran out of memory."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)

@@ -534,7 +534,7 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global generators past the sample order, as if it had been drawn from them.
+        """Set the global random generators to the state after drawing the sample order, which was drawn separately.
 
         A generator that other code has used in between keeps its own state. The method is called after the first items
         are drawn, and again at the end. The second call advances only generators that nothing else has used in between.

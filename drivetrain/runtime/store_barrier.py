@@ -86,7 +86,7 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Tell the other processes that this one starts a call. Return None in a single process, else the attempt.
+        """Record in the store that this process starts a call that all processes make. None in a single process.
 
         Args:
             what: Name of the call, for error messages.

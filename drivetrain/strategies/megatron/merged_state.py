@@ -37,7 +37,7 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Raise `ConfigurationError`, because master weights would overwrite parameters changed in place."""
+        """Raise an error: Megatron-core trains master weights in its optimizer, which overwrite in-place changes."""
         raise ConfigurationError(
             "Megatron-core keeps the trained weights in its optimizer, so they cannot be changed in place during a "
             'run. Use strategy="fsdp" or Parallel to shard the model.',

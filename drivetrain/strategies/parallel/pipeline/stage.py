@@ -311,7 +311,7 @@ def _flat(name: str) -> str:
 
 
 class StageState:
-    """Record of which process holds which parameter and buffer of a split model, for saving and loading state.
+    """Saves and loads the state of a model that is split into pipeline stages, whichever rank holds a tensor.
 
     Attributes:
         group: The process group of the pipeline.
