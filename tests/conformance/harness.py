@@ -119,6 +119,11 @@ class ConformanceTask(Task):
         return make_optimizer(self.net.parameters())
 
 
+def on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; what another process holds stays on the meta device."""
+    return value.clone() if value.is_meta else value.detach().to("cpu", copy=True)
+
+
 class Recorder(Callback):
     """Keeps each micro-batch's loss over all processes, and each step's gradient norm before clipping."""
 
@@ -160,8 +165,7 @@ def train_with_trainer(
     data = training_set(samples or LOCAL_ROWS * world * accumulate * STEPS)
     trainer.fit(task, DataLoader(data, batch_size=rows))
     outcome.parameters = {
-        name.removeprefix("net."): value.cpu().clone()
-        for name, value in trainer.strategy.state.model(trainer.model).items()
+        name.removeprefix("net."): on_host(value) for name, value in trainer.strategy.state.model(trainer.model).items()
     }
     evaluation = DataLoader(evaluation_set(), batch_size=5)
     outcome.evaluation_loss = trainer.validate(task, evaluation, verbose=False)[0]["evaluation_loss"]
@@ -192,7 +196,7 @@ def train_with_accelerator(
             if accelerator.sync_gradients:
                 outcome.norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
             optimizer.step()
-    outcome.parameters = {name: value.cpu().clone() for name, value in accelerator.strategy.state.model(model).items()}
+    outcome.parameters = {name: on_host(value) for name, value in accelerator.strategy.state.model(model).items()}
     predictions, losses = [], []
     with torch.no_grad():
         for x, y in evaluation:

@@ -64,15 +64,21 @@ network = Network()
 class Pending(dist.Work):
     """A collective that is under way on the communication stream."""
 
-    def __init__(self, call: Call, event: torch.Event | None, tensors: Any, held: Any, result: Any) -> None:
+    def __init__(
+        self, call: Call, event: torch.Event | None, tensors: Any, held: Any, result: Any, arrives: Any = None
+    ) -> None:
         super().__init__()
         self._call, self._event, self._held = call, event, held
+        self._arrives = arrives  # gloo's work of a receive, whose sender may wait for what this process sends later
         self._future: Future[Any] = Future(devices=[tensors[0].device]) if event is not None else Future()
         self._result = result
         self._future.set_result(result)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait."""
+        if self._arrives is not None:
+            self._arrives.wait()
+            self._arrives = None
         if self._event is not None:
             current = torch.accelerator.current_stream()
             self._call.waited += max(0.0, self._call.end - _time(current))
@@ -84,7 +90,8 @@ class Pending(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._event is None or self._event.query()
+        arrived = self._arrives is None or self._arrives.is_completed()
+        return arrived and (self._event is None or self._event.query())
 
     def is_success(self) -> bool:
         return True
@@ -288,8 +295,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._call("send", tensors, [], run, tensors, tensors, compared=False)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
-        def run(given: Any) -> None:
-            self._gloo.recv(given, source, tag).wait()
+        def run(given: Any) -> Any:
+            return self._gloo.recv(given, source, tag)
 
         return self._call("recv", [], tensors, run, tensors, tensors, compared=False)
 
@@ -308,7 +315,7 @@ class SimulatedGroup(dist.ProcessGroup):
         name: str,
         read: Sequence[Tensor],
         written: Sequence[Tensor],
-        run: Callable[[Any], None],
+        run: Callable[[Any], Any],
         given: Any,
         result: Any,
         compared: bool = True,
@@ -320,11 +327,10 @@ class SimulatedGroup(dist.ProcessGroup):
             self._compare(name, (read or written)[0])
         with torch.no_grad():
             if device.type == "cpu":
-                run(given)
-                return Pending(Call(name, self._size, size), None, every, None, result)
+                return Pending(Call(name, self._size, size), None, every, None, result, run(given))
             stream = self._stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
-            run(_on_cpu(given))
+            arrives = run(_on_cpu(given))
             takes = network.latency + (size / network.bandwidth if network.bandwidth else 0.0)
             call = Call(name, self._size, size, start=_time(stream))
             event = torch.Event(device.type)
@@ -333,7 +339,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 event.record(stream)
                 call.end = _time(stream)
                 network.calls.append(call)
-                return Pending(call, event, every, every, result)
+                return Pending(call, event, every, every, result, arrives)
 
     def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:
