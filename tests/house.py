@@ -446,7 +446,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3301),
+    "accelerator": (12, 3307),
     "callbacks": (33, 7022),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),

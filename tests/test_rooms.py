@@ -62,7 +62,7 @@ try:
     trainer.fit(Fit(), DataLoader(TensorDataset(torch.ones(8, 2)), 4), ckpt_path="last.ckpt")
     assert drivetrain.checkpoint.is_checkpoint("last.ckpt")
 except drivetrain.ConfigurationError as error:
-    assert "drivetrain.compat.formats.lightning_file is not a part of this installation" in str(error), error
+    assert "needs drivetrain.compat.formats.lightning_file, which is not installed" in str(error), error
     missing += [] if not importlib.util.find_spec("drivetrain.compat") else [str(error)]
     torch.save({"state_dict": Fit().state_dict()}, "theirs.ckpt")
     try:

@@ -959,9 +959,15 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         device: str | None = None,
         fused_optimizer: bool | None = None,
     ) -> None:
-        if fused_optimizer is not None:
-            since = {"since": "0.1.0", "removed_in": "0.3.0"}
-            warn_ignored("Accelerator", "fused_optimizer", fused_optimizer, FUSED_HINT, **since, stacklevel=5)
+        warn_ignored(
+            "Accelerator",
+            "fused_optimizer",
+            fused_optimizer,
+            FUSED_HINT,
+            since="0.1.0",
+            removed_in="0.3.0",
+            stacklevel=5,
+        )
         handlers = checked_handlers(kwargs_handlers) if kwargs_handlers else []
         group = find_handler(handlers, InitProcessGroupKwargs)
         process = PartialState(
@@ -996,7 +1002,6 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.accumulation = AccumulationWindow(accumulation, self.active_loaders, self.prepared, self.strategy)
         self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
         self.optimizer_step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
-        # The loss scale must not change between micro-batches whose gradients add up.
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         engine = (self.state, self.strategy, self.precision)
         self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)

@@ -78,5 +78,5 @@ def test_names_are_made_from_templates(template: str, insert: bool, expected: st
 
 
 def test_a_format_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"val_loss = 0.5 as 'd'.*Use a format for numbers"):
+    with pytest.raises(ConfigurationError, match=r"val_loss = 0.5 with 'd'.*Use a format for numbers"):
         CheckpointName("{val_loss:d}").format(0, 0, {"val_loss": 0.5})

@@ -78,7 +78,7 @@ def test_a_sound_setup_passes_every_check() -> None:
 @pytest.mark.parametrize(
     ("make", "processes", "failing", "named"),
     [
-        (sound, 3, "processes", "there are 2 processes, but 3 were requested"),
+        (sound, 3, "processes", "There are 2 processes, but 3 were requested"),
         (repeating, 2, "data", "occur more than once"),
         (unsynchronised, 2, "training", "in one process"),
         (skewed, 2, "weights", "rank(s) [1]"),

@@ -107,7 +107,7 @@ def test_a_general_tracker_names_what_its_class_lacks() -> None:
     class Bare(GeneralTracker):
         name = "bare"
 
-    with pytest.raises(ConfigurationError, match="Bare lacks requires_logging_directory, tracker"):
+    with pytest.raises(ConfigurationError, match="Bare has no requires_logging_directory, tracker"):
         Bare()
     Bare(_blank=True)
 

@@ -89,7 +89,7 @@ def test_hyper_parameters_are_items_and_attributes() -> None:
     assert task.hparams.lr == task.hparams["lr"] == 0.1
     task.hparams.lr = 0.2
     assert task.hparams["lr"] == 0.2
-    with pytest.raises(AttributeError, match=r"no hyper-parameter 'rate'\. Known are: lr, width"):
+    with pytest.raises(AttributeError, match=r"no hyper-parameter 'rate'\. Known hyper-parameters: lr, width"):
         _ = task.hparams.rate
 
 

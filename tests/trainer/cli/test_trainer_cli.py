@@ -246,7 +246,7 @@ def test_help_has_the_docstrings_in_groups(capsys: pytest.CaptureFixture[str]) -
     printed = " ".join(capsys.readouterr().out.split())
     described = dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(Trainer) or "", re.MULTILINE))
     for words in (
-        "Train a task.",
+        " ".join((inspect.getdoc(Trainer.fit) or "").split("\n\n")[0].split()),
         "A line through the origin: --model",
         "The learning rate. (type: float, default: 0.1)",
         "Batches of ones:",
