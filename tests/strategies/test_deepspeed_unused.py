@@ -313,7 +313,7 @@ def refusal_of(call: Callable[[int], Any], stage: int) -> str:
     ("case", "parts"),
     [
         ("unfrozen", ("c.weight, c.bias", "did not require gradients")),
-        ("frozen and unfrozen under Adam", ("c.weight, c.bias", "count of steps")),
+        ("frozen and unfrozen under Adam", ("c.weight, c.bias", "step count")),
         ("group added", ("c.weight, c.bias", "before prepare")),
         ("two dtypes", ("torch.float32: first.weight", "torch.bfloat16: c.weight, c.bias")),
     ],
