@@ -128,7 +128,7 @@ test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 # What trains is on simulated devices (tests/simulated): memory, streams, a clock, collectives, and the faults that they find.
-DEVICES := tests/simulated tests/conformance/test_conformance.py tests/conformance/test_two_drivers.py \
+DEVICES := tests/simulated/test_costs.py tests/conformance/test_conformance.py tests/conformance/test_two_drivers.py \
 	tests/trainer/test_resume.py tests/trainer/test_two_drivers.py tests/data/test_several_processes.py
 test-devices: $(DEV_ENV) ## the tests of training on simulated devices, and what a step costs there
 	$(PYTHON) -m pytest $(IN_PARALLEL) --device sim $(or $(TESTS),$(DEVICES))
