@@ -23,6 +23,9 @@ LONG = ("tests/launch/", "tests/strategies/test_teardown.py", "tests/benchmarks/
 LONG += ("tests/examples/", "tests/conformance/test_fp8.py", "tests/trackers/")
 
 
+# Why there is no device of the kind that `--device` names.
+NO_DEVICE = pytest.StashKey[str]()
+
 # The lanes that import only the files which have tests of theirs.
 LANES = ("crash", "sharded", "xla")
 
@@ -41,13 +44,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long files first, and skip, by name of what is missing, tests for what this machine has not."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
         for lane in LANES:
             if item.get_closest_marker(lane) and not has_tests_of(lane, item.path):
                 raise pytest.UsageError(f"{item.nodeid} is of the lane {lane}, which its file does not show")
+    if NO_DEVICE in config.stash:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=config.stash[NO_DEVICE]))
     for mark, missing in (("gpu", _missing_gpu), ("xla", _missing_xla), ("tpu", _missing_tpu)):
         marked = [item for item in items if item.get_closest_marker(mark)]
         reason = missing() if marked else None
@@ -80,7 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "sim":
         from tests.simulated import building, devices
 
-        os.environ[devices.LIBRARY] = str(building.library())
+        try:
+            os.environ[devices.LIBRARY] = str(building.library())
+        except building.CannotBuild as error:
+            config.stash[NO_DEVICE] = str(error)
+            return
         os.environ[pool.DEVICE] = "sim"
         devices.start(2)
 
