@@ -366,7 +366,7 @@ def refuse() -> dict[str, str]:
     ("what", "said"),
     [
         ("fp16", "precision='fp16' is not supported with strategy='xla', because TPUs compute in bfloat16. Use 'bf16'"),
-        ("ddp", "strategy='ddp' cannot run on 'xla' devices. Use 'xla' or 'xla_fsdp'"),
+        ("ddp", "strategy='ddp' cannot run on 'xla' devices. Use strategy='xla' or 'xla_fsdp'"),
         ("single", "strategy='single' cannot run on 'xla' devices"),
         ("spmd", "already runs on one device, so it cannot run over all devices"),
         ("downcast", "downcast_bf16=True must be set before this process first uses XLA"),
