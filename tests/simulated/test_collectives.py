@@ -51,7 +51,7 @@ def all_of_them() -> dict[str, Any]:
 
 
 def test_they_compute_what_collectives_compute() -> None:
-    first, second = run_in_processes(all_of_them, 2, env=ON_SIM)
+    first, second = run_in_processes(all_of_them, 2, env=ON_SIM, timeout=150)
     both = {
         "sum": [3.0, 5.0],
         "mean": [1.5, 2.5],
@@ -84,7 +84,7 @@ def timed(waits: bool) -> tuple[float, float, float, list[str]]:
 
 
 def test_they_run_beside_kernels_and_the_host_does_not_wait() -> None:
-    for on_host, in_all, exposed, hazards in run_in_processes(timed, 2, args=(True,), env=ON_SIM):
+    for on_host, in_all, exposed, hazards in run_in_processes(timed, 2, args=(True,), env=ON_SIM, timeout=150):
         assert on_host == 0.0
         assert in_all == pytest.approx(0.5)
         assert exposed == pytest.approx(0.2)
@@ -92,7 +92,7 @@ def test_they_run_beside_kernels_and_the_host_does_not_wait() -> None:
 
 
 def test_a_result_that_was_not_waited_for_is_a_hazard() -> None:
-    for *_, hazards in run_in_processes(timed, 2, args=(False,), env=ON_SIM):
+    for *_, hazards in run_in_processes(timed, 2, args=(False,), env=ON_SIM, timeout=150):
         assert any("still writes" in each or "still reads" in each for each in hazards)
 
 
@@ -117,4 +117,4 @@ def differing(what: str) -> None:
 )
 def test_ranks_that_differ_are_named(what: str, message: str) -> None:
     with pytest.raises(ProcessesFailed, match=message):
-        run_in_processes(differing, 2, args=(what,), env=ON_SIM)
+        run_in_processes(differing, 2, args=(what,), env=ON_SIM, timeout=150)

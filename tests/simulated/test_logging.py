@@ -67,7 +67,9 @@ def logged(device: str, folder: str, resumes: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("resumes", [False, True], ids=["whole", "resumed"])
 def test_values_of_several_devices_are_those_of_the_cpu(tmp_path: Path, resumes: bool) -> None:
-    (expected,) = run_in_processes(logged, 1, args=("cpu", str(tmp_path / "cpu"), resumes))
-    (found,) = run_in_processes(logged, 1, args=("sim", str(tmp_path / "sim"), resumes), env={DEVICE: "sim"})
+    (expected,) = run_in_processes(logged, 1, args=("cpu", str(tmp_path / "cpu"), resumes), timeout=150)
+    (found,) = run_in_processes(
+        logged, 1, args=("sim", str(tmp_path / "sim"), resumes), env={DEVICE: "sim"}, timeout=150
+    )
     assert len(expected) >= 8
     assert found == pytest.approx(expected, abs=1e-6)
