@@ -175,7 +175,7 @@ class ProcessControl:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed, for example over several GPUs or by DeepSpeed."""
+        """Kind of distribution of the run, for example over several GPUs or by DeepSpeed."""
         return self.state.distributed_type
 
     @property

@@ -55,7 +55,7 @@ _DYING = 0.2  # seconds that a killed process may still exist after its peers ha
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank's process ended: its exit code, and the time in seconds when it was last seen running."""
+    """End of a rank's process: its exit code, and the time in seconds when it was last seen running."""
 
     exit_code: int
     last_seen: float

@@ -49,7 +49,7 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launch starts on this machine: number of processes, kind of device, environment variables.
+    """Plan of a launch on this machine: number of processes, kind of device, environment variables.
 
     Attributes:
         local_processes: Number of processes on this machine.

@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """What a Ray worker reports about its rank: whether the process runs, and its new output.
+    """Report of a Ray worker on its rank: whether the process runs, and its new output.
 
     Attributes:
         output: New output in order: 1 for stdout or 2 for stderr, and the bytes.

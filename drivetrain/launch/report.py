@@ -84,7 +84,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What a failing rank writes to a file for the launcher: its error, time and exit code.
+    """Report of a failing rank, written to a file for the launcher: its error, time and exit code.
 
     Attributes:
         text: Traceback, or the message passed to `sys.exit`.

@@ -1,4 +1,4 @@
-"""What a training step costs on simulated devices: in a bare loop, through the Trainer and through the Accelerator."""
+"""Costs of a training step on simulated devices: in a bare loop, through the Trainer and through the Accelerator."""
 
 from __future__ import annotations
 
@@ -177,17 +177,12 @@ def with_accelerator(strategy: str, precision: str, accumulate: int, world: int,
 DRIVERS = {"bare": bare, "trainer": with_trainer, "accelerator": with_accelerator}
 
 
-def run_driver(driver: str, strategy: str, precision: str, accumulate: int, world: int, meter: Meter) -> None:
-    """Train with a driver, which ticks the meter at each forward pass."""
-    DRIVERS[driver](strategy, precision, accumulate, world, meter)
-
-
 def cost(driver: str, strategy: str, precision: str, accumulate: int, world: int) -> dict[str, Any]:
     """Run a driver in each of `world` processes, and return what its counted micro-batches cost."""
     meter = Meter(start(world))
     network.bandwidth = SPEED
     try:
-        run_driver(driver, strategy, precision, accumulate, world, meter)
+        DRIVERS[driver](strategy, precision, accumulate, world, meter)
     finally:
         network.bandwidth = 0.0
     return meter.counts

@@ -490,7 +490,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Where an optimizer's parameters are held: in which DDP modules, and which are outside of all of them.
+    """Places of an optimizer's parameters: the DDP modules that hold them, and the parameters outside of all modules.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.

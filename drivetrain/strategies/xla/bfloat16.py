@@ -19,7 +19,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """How XLA rounds floats to bfloat16: the option that selects this, and the environment variable to set.
+    """Way of rounding floats to bfloat16 on XLA: the option that selects it, and the environment variable to set.
 
     The option and the variable are None without rounding.
     """

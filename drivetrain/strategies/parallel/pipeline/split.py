@@ -404,7 +404,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor of a traced forward comes from: a pipeline stage, and the module outputs used to compute it.
+    """Source of a tensor in a traced forward: a pipeline stage, and the module outputs used to compute it.
 
     Attributes:
         stage: The stage that computed it.
