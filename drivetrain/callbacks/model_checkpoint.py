@@ -131,7 +131,7 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
 logger = get_logger(__name__)
 
 EXCEPTION_PATIENCE = timedelta(seconds=3)
-"""Time for which a process that raised an exception waits for all others to raise one, before it ends without a save."""
+"""Time that a process that raised an exception waits for all others to raise one, before it ends without a save."""
 
 
 class ModelCheckpoint(Callback):
