@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
@@ -15,6 +16,7 @@ import torch
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import is_configured, logs_json, report
 from drivetrain.runtime.terminal import encodable, is_terminal, print_text
 
 if TYPE_CHECKING:
@@ -99,6 +101,17 @@ class Stage:
         elapsed = self.elapsed
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
+    def line(self, parts: Sequence[str], values: Mapping[str, float]) -> str:
+        """Return one line of text with the title, parts such as `10/20 batches`, and metric values."""
+        return f"{self.title}: {', '.join([*parts, listed(values)] if values else parts)}"
+
+    def summary(self, values: Mapping[str, float]) -> str:
+        """Return the line for the end of this stage: number of batches, time, speed and metric values."""
+        done, total, elapsed = self.all_done, self.total, self.elapsed
+        counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
+        rate = f" ({self.rate:.4g} it/s)" if elapsed > 0 else ""
+        return self.line([f"{counted} in {_duration(elapsed)}{rate}", *self.left_in_all], values)
+
     def pause(self, seconds: float) -> None:
         """Exclude seconds, such as those of a nested validation, from the time with which speed is computed."""
         self.paused += seconds
@@ -125,6 +138,9 @@ class Display(Protocol):
 
     def write(self, text: str, file: TextIO | None = None) -> None:
         """Print text without disturbing the progress bar. The default stream is standard output."""
+
+    def hidden(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which others may write to the terminal."""
 
 
 class BarDisplay:
@@ -183,6 +199,9 @@ class BarDisplay:
         with contextlib.suppress(OSError, ValueError):  # the terminal was closed
             self._bar_type.write(encodable(text, stream), file=stream, end="")
 
+    def hidden(self) -> AbstractContextManager[Any]:
+        return nullcontext() if in_notebook() else self._bar_type.external_write_mode(file=sys.stdout)
+
 
 class LineDisplay:
     """Progress display for files and pipes. It prints a line when an epoch or evaluation ends, and one per minute."""
@@ -201,15 +220,15 @@ class LineDisplay:
         parts = [f"{done}/{total} batches" if total else f"{done} batches", f"{rate:.4g} it/s"]
         if total and rate:
             parts.append(f"{_duration((total - done) / rate)} left")
-        self._print(stage.title, [*parts, *stage.left_in_all], values)
+        report(stage.line([*parts, *stage.left_in_all], values), values=dict(values))
+        self._last_line = time.perf_counter()
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
         if stage.passing:
             return
-        done, total, elapsed = stage.all_done, stage.total, stage.elapsed
-        counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
-        rate = f" ({stage.rate:.4g} it/s)" if elapsed > 0 else ""
-        self._print(stage.title, [f"{counted} in {_duration(elapsed)}{rate}", *stage.left_in_all], values)
+        if not is_configured():  # the line is logged otherwise
+            print_text(stage.summary(values))
+        self._last_line = time.perf_counter()
 
     def close(self, stage: Stage) -> None:
         pass
@@ -217,14 +236,13 @@ class LineDisplay:
     def write(self, text: str, file: TextIO | None = None) -> None:
         print_text(text, end="", file=file)
 
-    def _print(self, title: str, parts: Sequence[str], values: Mapping[str, float]) -> None:
-        print_text(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}")
-        self._last_line = time.perf_counter()
+    def hidden(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
     """Return a progress bar if the output is a terminal or notebook, else a display that prints lines."""
-    if is_terminal() or in_notebook():
+    if (is_terminal() or in_notebook()) and not logs_json():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
 
@@ -373,6 +391,10 @@ class TQDMProgressBar(Callback):
         else:
             print_text(text, end="", file=file)
 
+    def hidden(self) -> AbstractContextManager[Any]:
+        """Return a context manager that hides the progress bar, so that others may write to the terminal."""
+        return nullcontext() if self._display is None else self._display.hidden()
+
     def get_metrics(self, trainer: Trainer, task: Any) -> dict[str, Any]:
         """Return the metric values to show next to the progress bar. Override this method to show other values.
 
@@ -441,7 +463,7 @@ class TQDMProgressBar(Callback):
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._display is not None and self._stages:
             self._estimate(trainer)
-            self._display.finish(self._stage, self._values(trainer))
+            self._finish(trainer)
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
         self._close_stages()
@@ -532,11 +554,19 @@ class TQDMProgressBar(Callback):
         taken = perf_counter() - began
         stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
+    def _finish(self, trainer: Trainer) -> None:
+        assert self._display is not None
+        stage, values = self._stage, self._values(trainer)
+        self._display.finish(stage, values)
+        if not stage.passing and is_configured() and not in_notebook():
+            with self.hidden():
+                report(stage.summary(values), epoch=trainer.current_epoch, step=trainer.global_step, values=values)
+
     def _end(self, trainer: Trainer) -> None:
         """End the bar of the current evaluation. If a training epoch is in progress, return to its bar."""
         if self._display is None or not self._stages:
             return
-        self._display.finish(self._stage, self._values(trainer))
+        self._finish(trainer)
         stage = self._stages.pop()
         self._display.close(stage)
         if self._stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -245,6 +246,9 @@ class RichDisplay:
             self._console.print(text, end="", markup=False, highlight=False)
         else:
             print_text(text, end="", file=file)
+
+    def hidden(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # rich redirects both streams while it shows a bar
 
     def _shown(self, values: Mapping[str, float]) -> str:
         theme = self._theme

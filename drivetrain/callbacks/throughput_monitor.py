@@ -361,7 +361,7 @@ class SpeedMonitor(Callback):
             cores = cores_of_process(trainer.num_devices)
             sentence = TimeSpent.of(trainer.timing, self._samples_in_all, workers, cores).sentence()
             if sentence:
-                trainer.print(sentence)
+                trainer.announce(sentence)
 
     def _begin(self, trainer: Trainer) -> None:
         self._spent = trainer.timing.seconds

@@ -30,7 +30,7 @@ from drivetrain.launch.settings.setting import (
     Setting,
     check_grid,
 )
-from drivetrain.runtime.environment import COMMAND_VARIABLE, LAUNCHED_VARIABLE
+from drivetrain.runtime.environment import COMMAND_VARIABLE, LAUNCHED_VARIABLE, LOG_FORMAT_VARIABLE, LOG_FORMATS
 from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, nearest
 
 DEFAULT_PORT = 29500  # port of the rendezvous, torchrun's default
@@ -248,6 +248,14 @@ class LaunchOptions:
     )
     log_dir: str | None = _option(
         "Failures and output", "Also write each rank's output to files in this folder.", metavar="DIRECTORY"
+    )
+    log_format: str = _option(
+        "Failures and output",
+        "Format of the lines that a run logs: text, or json (one object per line, also for warnings).",
+        "choice",
+        "text",
+        choices=LOG_FORMATS,
+        variable=LOG_FORMAT_VARIABLE,
     )
     debug: bool = _option(
         "Failures and output",

@@ -58,6 +58,8 @@ def _unreadable(hosts: str) -> ConfigurationError:
 DEFAULT_MAIN_PORT = 29500
 LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
 """Variable that drivetrain's launchers set to 1 in the processes they start, along with torchrun's variables."""
+LOG_FORMAT_VARIABLE = "DRIVETRAIN_LOG_FORMAT"
+LOG_FORMATS = ("text", "json")
 COMMAND_VARIABLE = "DRIVETRAIN_COMMAND"
 """Variable with the shell command that started the launcher, for the launched processes."""
 RESUME_VARIABLE = "DRIVETRAIN_RESUME"

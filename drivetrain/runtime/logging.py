@@ -1,13 +1,19 @@
-"""Logger for distributed runs that prints each message once instead of once per process."""
+"""Loggers for distributed runs, and the logger `drivetrain`, on which a run reports what it does.
+
+If the program has not configured logging, the lines of a run are printed instead, as they are.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.environment import LOG_FORMAT_VARIABLE, LOG_FORMATS, ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.process_group import barrier
 from drivetrain.runtime.state import PartialState
@@ -56,6 +62,45 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         if not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
             logger.addHandler(_FallbackHandler(name))
     return RankLogger(logger, {})
+
+
+def report(text: str, level: int = logging.INFO, show: Callable[[str], object] = print_text, **fields: object) -> None:
+    """Log a line about the run on the logger `drivetrain`, or print it if logging is not configured.
+
+    Args:
+        text: The line.
+        level: Its level.
+        show: Prints the line where no handler of Python's `logging` receives it.
+        **fields: Facts that the line contains, such as `epoch` and `values`. They become attributes of the record, and
+            keys with `--log_format json`.
+    """
+    if is_configured():
+        _RUN.log(level, "%s", text, extra=fields, stacklevel=2)
+    else:
+        show(text)
+
+
+def is_configured() -> bool:
+    """Return True if the program has configured logging: a handler receives the records of `drivetrain`."""
+    return any(not isinstance(handler, Collector) for handler in _RUN.handlers + logging.getLogger().handlers)
+
+
+class Collector(logging.Handler):
+    """Base class of handlers that collect records for the product's own use, and show nobody anything."""
+
+
+def logs_json() -> bool:
+    """Return True if this process writes its log as JSON, as `drivetrain launch --log_format json` asks for.
+
+    Raises:
+        ConfigurationError: If the environment variable `DRIVETRAIN_LOG_FORMAT` names an unknown format.
+    """
+    name = os.environ.get(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0]
+    if name not in LOG_FORMATS:
+        raise ConfigurationError(
+            f"{LOG_FORMAT_VARIABLE}={name!r} is not a log format. Allowed: {', '.join(LOG_FORMATS)}."
+        )
+    return name == "json"
 
 
 class RankLogger(_Adapter):
@@ -134,6 +179,25 @@ class RankLogger(_Adapter):
         return True
 
 
+class _JSONHandler(logging.Handler):
+    """Handler that prints each record as one JSON object per line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        known = {name: getattr(record, name) for name in ("epoch", "step", "values") if hasattr(record, name)}
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "rank": rank_and_world_size()[0],
+            "message": record.getMessage(),
+            **known,
+        }
+        if record.exc_info:
+            line["exception"] = logging.Formatter().formatException(record.exc_info)
+        print_text(json.dumps(line, default=str))
+
+
 class _FallbackHandler(logging.Handler):
     """Handler that prints records to stderr if the script has not configured logging (no root handlers).
 
@@ -178,3 +242,11 @@ def rank_and_world_size() -> tuple[int, int]:
     except DrivetrainError:
         return 0, 1
     return environment.rank, environment.world_size
+
+
+# The levels of Python's own default would hide the lines of a run from every handler that the program adds.
+_RUN = logging.getLogger("drivetrain")
+if _RUN.level == logging.NOTSET:
+    _RUN.setLevel(logging.INFO)
+if logs_json():
+    _RUN.addHandler(_JSONHandler())

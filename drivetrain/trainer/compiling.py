@@ -90,7 +90,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
     finally:
         line = describe(utils.get_compilation_metrics()[seen:], Counter(utils.counters["graph_break"]) - breaks)
         if line and not trainer.barebones:
-            trainer.print(line)
+            trainer.announce(line)
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,11 +21,13 @@ from drivetrain.accelerator.preparation import FUSED_HINT
 from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.data import BatchInfo, CombinedLoader, DataShard, PendingBatch, is_split_already
 from drivetrain.data.configuration import warn_of_workers
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+from drivetrain.runtime.logging import is_configured, report
 from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import CHECKPOINT, Timing
 from drivetrain.strategies import Strategy
@@ -49,9 +52,9 @@ from drivetrain.trainer.loops.run_control import (
     EpochHealth,
     Finiteness,
     RunControl,
+    announce_end,
+    announce_start,
     calling_function,
-    last_line,
-    print_first_line,
 )
 from drivetrain.trainer.loops.special_steps import choose_step
 from drivetrain.trainer.metrics.logged_values import SAVING, LoggedValues, Value
@@ -244,6 +247,19 @@ class TrainerStatus:
             bar.print(*args, **kwargs)
         else:
             print_all(*args, **kwargs)
+
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        """Log a line about the run on rank 0, on the logger `drivetrain`, or print it if logging is not configured.
+
+        Args:
+            text: The line.
+            level: Its level, such as `logging.INFO`.
+        """
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        with bar.hidden() if isinstance(bar, TQDMProgressBar) and is_configured() else nullcontext():
+            report(text, level, self.print)
 
     # values
 
@@ -685,8 +701,8 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                 raise
         finally:
             self.task_run.tear_down(model, Stage.TRAIN)
-            if self.is_global_zero and not self.barebones:
-                self.print(last_line(self))
+            if not self.barebones:
+                announce_end(self)
         # The exit code tells the launcher or the scheduler to start the job again.
         if self.preempted:
             sys.exit(RESUME_EXIT_CODE)
@@ -723,7 +739,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         if saved is not None:
             saved.restore_training()
         self.tracker_log.begin_run(task)
-        print_first_line(self, task)
+        announce_start(self, task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         sources = self.task_run.sources

@@ -31,7 +31,7 @@ from drivetrain.callbacks.report.run_facts import facts_of, is_changed
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.logging import Collector, get_logger
 from drivetrain.runtime.memory import MemoryUse
 from drivetrain.runtime.terminal import without_credentials
 from drivetrain.trackers.base import first_line
@@ -273,7 +273,7 @@ _MOST = 200
 _LONGEST = 2000
 
 
-class WarningLog(logging.Handler):
+class WarningLog(Collector):
     """Log handler that collects warnings for the run report, in addition to their usual output.
 
     Attributes:

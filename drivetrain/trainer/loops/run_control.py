@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -22,6 +23,7 @@ import torch
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.model_summary import count_parameters
+from drivetrain.callbacks.report.record import PAGE
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
@@ -729,7 +731,7 @@ def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
     )
 
 
-# First and last line of a run's output
+# First and last lines of a run's output
 
 
 _DONE = "Done: the run ended after {taken}"
@@ -740,15 +742,13 @@ _FIRST_WORDS = {
     StopReason.NOTHING_TO_DO: "Nothing to do: the run has taken {taken} already",
     StopReason.NO_BATCHES: "Nothing to do: the run has taken {taken}",
 }
+_RESUMABLE = (StopReason.PREEMPTED, StopReason.INTERRUPTED, StopReason.FAILED)
 
 
-def print_first_line(trainer: Trainer, task: Task) -> None:
-    if trainer.is_global_zero and not trainer.barebones:
-        trainer.print(first_line(trainer, task))
-
-
-def first_line(trainer: Trainer, task: Task) -> str:
-    """Return the line that `fit` prints first: task, processes, strategy, precision and number of parameters."""
+def announce_start(trainer: Trainer, task: Task) -> None:
+    """Log the first line of `fit`: task, processes, strategy, precision and number of parameters."""
+    if not trainer.is_global_zero or trainer.barebones:
+        return
     count = trainer.world_size
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
@@ -758,28 +758,42 @@ def first_line(trainer: Trainer, task: Task) -> str:
     line = f"Training {type(task).__name__}: {processes} {formats}, {parameters}."
     if trainer.loggers and trainer.log_dir is not None:
         line += f" Folder: {trainer.log_dir}."
-    return shown(line)
+    trainer.announce(shown(line))
 
 
-def last_line(trainer: Trainer) -> str:
-    """Return the line that `fit` prints last: how the run ended, its checkpoint, and how to resume it."""
+def announce_end(trainer: Trainer) -> None:
+    """Log the last lines of `fit`: why it ended, the checkpoint to use, and the run's report or folder."""
+    if not trainer.is_global_zero:
+        return
+    level = logging.ERROR if trainer.control.reason is StopReason.FAILED else logging.INFO
+    for line in last_lines(trainer):
+        trainer.announce(shown(line), level)
+
+
+def last_lines(trainer: Trainer) -> list[str]:
+    """Return the lines that `fit` logs last: why it ended, then its checkpoint, then its report or folder."""
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
     taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
     first = _DONE if control.reason is None else _FIRST_WORDS.get(control.reason, _DONE)
-    parts = [f"{first.format(taken=taken)}: {control.details}."]
+    lines = [f"{first.format(taken=taken)}: {control.details}."]
     if control.reason is StopReason.NOTHING_TO_DO:
-        if control.stops_for_good:
-            return f"{parts[0]} Start a new run from its weights to train more."
-        return f"{parts[0]} Raise that limit to train more."
-    saved = newest_checkpoint(trainer)
-    if trainer.loggers and trainer.log_dir is not None:
-        parts.append(f"Logs: {trainer.log_dir}.")
-    if saved:
-        parts.append(f"Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'.")
+        advice = "Start a new run from its weights" if control.stops_for_good else "Raise that limit"
+        return [f"{lines[0]} {advice} to train more."]
+    newest = newest_checkpoint(trainer)
+    best = next((each for each in trainer.checkpoint_callbacks if each.best_model_score is not None), None)
+    if newest and control.reason in _RESUMABLE:
+        lines.append(f"Checkpoint: {newest}. To resume: fit(..., resume={newest!r}), or resume='auto'.")
+    elif best is not None and best.best_model_score is not None:
+        lines.append(f"Best checkpoint: {best.best_model_path} ({best.monitor} {best.best_model_score.item():.4g})")
+    elif newest:
+        lines.append(f"Last checkpoint: {newest}")
     elif not trainer.options.is_quiet:
-        parts.append("No checkpoint was written.")
-    return shown(" ".join(parts))
+        lines.append("No checkpoint was written.")
+    if trainer.loggers and trainer.log_dir is not None:
+        page = os.path.join(trainer.log_dir, PAGE)
+        lines.append(f"Report: {page}" if os.path.isfile(page) else f"Logs: {trainer.log_dir}")
+    return lines
 
 
 def newest_checkpoint(trainer: Trainer) -> str:

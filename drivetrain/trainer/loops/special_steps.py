@@ -516,7 +516,7 @@ class SplitStep(PlainStep):
                 f" Only the batch statistics of {', '.join(normed[:3])}"
                 f"{' and others' if normed[3:] else ''} change, since they are computed for each part."
             )
-        self._trainer.print(
+        self._trainer.announce(
             f"Step {self._progress.global_step}: out of memory. From now on, each batch is processed in "
             f"{self._progress.parts} parts, one after the other. The global batch, its gradients and the logged values "
             f"stay the same.{statistics}"

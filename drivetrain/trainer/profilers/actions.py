@@ -159,7 +159,7 @@ class Actions:
         trainer = self._trainer
         if isinstance(self.profiler, SimpleProfiler):
             spent = time_spent(trainer.timing, self.profiler, self._samples, self._workers, trainer.num_devices)
-            trainer.print(spent.sentence())
+            trainer.announce(spent.sentence())
 
     def _count_steps(self, kind: str) -> float:
         current = self._trainer.current

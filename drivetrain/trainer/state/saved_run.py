@@ -499,7 +499,7 @@ class SavedRun:
             if own is None:
                 own = taken_over(self._directory, trainer.strategy, trainer.task)
             if "logged" not in own:  # a file of another tool, or one imported from it
-                trainer.print(
+                trainer.announce(
                     f"{self._directory} was written by another tool, which saves no random state and no logged "
                     "values. Shuffling, dropout and the values of the current epoch therefore start anew."
                 )
@@ -653,7 +653,10 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     if problem is not None:
         raise CheckpointError(f"resume='auto' could not search for checkpoints: {problem}")
     if path is not None:
-        trainer.print(shown(f"Resuming from {path}"))
+        trainer.announce(shown(f"Resuming from {path}"))
+    else:
+        searched = ", ".join(_directories(trainer)) or "no folder"
+        trainer.announce(shown(f"resume='auto' found no checkpoint in {searched}. Training starts from the beginning."))
     return str(path) if path is not None else None
 
 

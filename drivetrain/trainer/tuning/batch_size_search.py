@@ -55,7 +55,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
         for source in trainer.task_run.sources.values():
             source.is_stale = True
     less = f", {tried.margin:.0%} less than the largest that fits" if chosen < fitting else ""
-    trainer.print(
+    trainer.announce(
         f"Batch-size search: {trials.done} trials; {attribute.name} is now {chosen}{less}, and was {before}. "
         f"{trials.ended} Nothing else has changed."
     )

@@ -187,7 +187,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     else:
         outcome = "none is suggested" if suggestion is None else f"{suggestion:.4g} is suggested"
     ended = f", where the loss {losses.verdict}" if losses.verdict else ""
-    trainer.print(
+    trainer.announce(
         f"Learning-rate search: {len(found.results['lr'])} steps from {tried.min_lr:g} to "
         f"{found.results['lr'][-1]:.4g}{ended}; {outcome}. Nothing else has changed."
     )
