@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 import signal
@@ -108,6 +109,19 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     pool.stop()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Let a test that reads stdout see what a program prints that has not configured logging."""
+    root, names = logging.getLogger(), getattr(item, "fixturenames", ())
+    before = list(root.handlers)
+    if {"capsys", "capfd"} & set(names) and "caplog" not in names:
+        root.handlers = []
+    try:
+        return (yield)
+    finally:
+        root.handlers = before
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError, PartialState, get_logger
+from drivetrain.runtime.logging import logs_json
 from tests.pool import run_in_processes
 
 
@@ -123,6 +125,7 @@ def test_an_unknown_level_is_refused_with_the_known_ones(monkeypatch: pytest.Mon
 
 
 SCRIPT = """
+import json
 import logging
 from drivetrain.runtime.logging import get_logger
 outer, inner = get_logger("outer", log_level="INFO"), get_logger("outer.inner", log_level="INFO")
@@ -173,3 +176,70 @@ def test_processes_log_one_after_the_other(tmp_path: Any) -> None:
     run_in_processes(log_in_turn, world_size=3, args=(str(path),), timeout=60)
     expected = [f"[rank {rank}] turn {turn}" for turn in range(5) for rank in range(3)]
     assert path.read_text().splitlines() == [*expected, "once", "[rank 0] mixed", "[rank 2] mixed"]
+
+
+# the lines of a run
+
+FITS = """
+import logging, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Task, Trainer
+
+if sys.argv[1:] == ["configured"]:
+    logging.basicConfig(format="[%(name)s][%(levelname)s] %(message)s", stream=sys.stderr)
+
+class Learns(Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 2:
+            raise RuntimeError("no more")
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+trainer = Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_model_summary=False)
+try:
+    trainer.fit(Learns(), loader)
+except RuntimeError:
+    pass
+"""
+STARTS = ["Training Learns: ", "Epoch 0/2: 4 batches", "Epoch 1/2: 4 batches", "Failed: the run ended after 8 steps"]
+
+
+def fits(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", FITS, *arguments]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_a_run_prints_its_lines_where_logging_is_not_configured() -> None:
+    lines = fits().stdout.splitlines()
+    assert [line for line, start in zip(lines, STARTS, strict=False) if line.startswith(start)] == lines[: len(STARTS)]
+
+
+def test_handlers_of_the_program_receive_the_lines_of_a_run() -> None:
+    ended = fits("configured")
+    assert ended.stdout == ""
+    levels = ["INFO", "INFO", "INFO", "ERROR"]
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("[drivetrain]")]
+    for line, level, start in zip(lines, levels, STARTS, strict=False):
+        assert line.startswith(f"[drivetrain][{level}] {start}")
+    assert len(lines) >= len(STARTS)
+
+
+def test_lines_of_a_run_as_json() -> None:
+    lines = [json.loads(line) for line in fits(DRIVETRAIN_LOG_FORMAT="json").stdout.splitlines()]
+    shown = [line for line in lines if line["logger"] == "drivetrain"]
+    assert [line["message"].startswith(start) for line, start in zip(shown, STARTS, strict=False)] == [True] * 4
+    assert [line["level"] for line in shown][:4] == ["INFO", "INFO", "INFO", "ERROR"]
+    assert [(line["epoch"], line["step"]) for line in shown[1:3]] == [(0, 4), (1, 8)]
+    assert {line["rank"] for line in lines} == {0}
+
+
+def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigurationError, match=r"LOG_FORMAT='xml' is not a log format. Allowed: text, json"):
+        logs_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -279,22 +280,40 @@ def test_a_run_ends_with_why(
 ) -> None:
     trainer = fitted(Weight(), ones(3), ones(1), **options)
     assert trainer.stop_reason == reason
-    first, last = capsys.readouterr().out.splitlines()
+    first, last, *_ = capsys.readouterr().out.splitlines()
     assert first == "Training Weight: 1 process on cpu (single), precision 32, 1 parameter."
     assert line in last
 
 
-def test_it_ends_with_where_it_wrote_and_how_to_resume_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"enable_checkpointing": True, "logger": CSVLogger(tmp_path)}
-    trainer = fitted(Weight(), ones(3), ones(1), **options)
+@pytest.mark.parametrize(("monitor", "word", "score"), [(None, "Last", ""), ("val_loss", "Best", " (val_loss 1)")])
+def test_it_ends_with_its_checkpoint_and_its_report(
+    monitor: str | None, word: str, score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"enable_checkpointing": True, "callbacks": ModelCheckpoint(monitor=monitor)}
+    trainer = fitted(Weight(), ones(3), ones(1), logger=CSVLogger(tmp_path), **options)
     assert trainer.checkpoint_callback is not None
     saved = trainer.checkpoint_callback.newest_model_path
-    first, *_, last = capsys.readouterr().out.splitlines()
+    first, *_, why, best, report = capsys.readouterr().out.splitlines()
     assert first.endswith(f"1 parameter. Folder: {trainer.log_dir}.")
-    assert last.endswith(
-        f" Logs: {trainer.log_dir}. Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'."
-    )
+    assert why.startswith("Done: ")
+    assert best == f"{word} checkpoint: {saved}{score}"
+    assert report == f"Report: {trainer.log_dir}/report.html"
     quiet(max_epochs=2).fit(Weight(), ones(3), resume=saved)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_resume_auto_says_what_it_found(is_saved: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    if is_saved:
+        fitted(Weight(), ones(2), **options)
+        capsys.readouterr()
+    quiet(max_epochs=2, **options).fit(Weight(), ones(2), resume="auto")
+    first = capsys.readouterr().out.splitlines()[0]
+    if is_saved:
+        assert re.fullmatch(r"Resuming from .*epoch=0-step=2.ckpt", first)
+    else:
+        folder = tmp_path / "checkpoints"
+        assert first == f"resume='auto' found no checkpoint in {folder}. Training starts from the beginning."
 
 
 def test_a_run_that_fails_says_so_and_names_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,9 +326,9 @@ def test_a_run_that_fails_says_so_and_names_its_checkpoint(tmp_path: Path, capsy
     trainer = quiet(enable_checkpointing=True, default_root_dir=tmp_path, max_epochs=3)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Failing(), ones(2))
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Failed: the run ended after 2 steps (1 epoch): ZeroDivisionError was raised.")
-    assert "epoch=0-step=2.ckpt" in last
+    why, checkpoint = capsys.readouterr().out.splitlines()[-2:]
+    assert why == "Failed: the run ended after 2 steps (1 epoch): ZeroDivisionError was raised."
+    assert re.fullmatch(r"Checkpoint: .*epoch=0-step=2.ckpt. To resume: fit\(.*", checkpoint)
     assert trainer.stop_reason == "failed"
 
 
