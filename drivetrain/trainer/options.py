@@ -15,6 +15,11 @@ from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nea
 
 T = TypeVar("T")
 
+Limit = int | float | None
+"""Limit on the batches of a loader: a number of batches, a fraction of them, or None for all."""
+LimitPerLoader = int | float | list[Limit] | dict[str, Limit] | None
+"""Limit for all loaders of an evaluation, or one per loader, in their order or by name."""
+
 CLIPPING = ("norm", "value")
 ON_INTERRUPT = ("raise", "return")
 
@@ -33,9 +38,9 @@ class TrainerOptions:
     max_time: timedelta | None = None
     max_duration: Duration | None = None
     limit_train_batches: int | float | None = None
-    limit_val_batches: int | float | None = None
-    limit_test_batches: int | float | None = None
-    limit_predict_batches: int | float | None = None
+    limit_val_batches: LimitPerLoader = None
+    limit_test_batches: LimitPerLoader = None
+    limit_predict_batches: LimitPerLoader = None
     overfit_batches: int | float = 0.0
     val_check_interval: int | float | timedelta | Duration | None = None
     check_val_every_n_epoch: int | None = 1
@@ -57,14 +62,17 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         for name in _LIMITS:
             value = getattr(self, name)
-            # 1 means one batch and 1.0 all of them, so the type decides. True is no count.
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            fraction = isinstance(value, float) and 0.0 <= value <= 1.0
-            if not (value is None or whole or fraction):
-                raise ConfigurationError(
-                    f"`Trainer` was passed invalid value {name}={value!r}. Use a whole number of batches (10), or a "
-                    "fraction from 0.0 to 1.0 (0.25).",
-                )
+            per_loader = name in _PER_LOADER and isinstance(value, list | tuple | Mapping)
+            for each in (value.values() if isinstance(value, Mapping) else value) if per_loader else (value,):
+                # 1 means one batch and 1.0 all of them, so the type decides. True is no count.
+                whole = isinstance(each, int) and not isinstance(each, bool) and each >= 0
+                fraction = isinstance(each, float) and 0.0 <= each <= 1.0
+                if not (each is None or whole or fraction):
+                    more = ", or a list or dict with one per loader" if name in _PER_LOADER else ""
+                    raise ConfigurationError(
+                        f"`Trainer` was passed invalid value {name}={value!r}. Use a whole number of batches (10), or "
+                        f"a fraction from 0.0 to 1.0 (0.25){more}.",
+                    )
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             if value is None or isinstance(value, Duration):
@@ -140,6 +148,7 @@ class TrainerOptions:
 
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+_PER_LOADER = _LIMITS[1:4]
 _COUNTS = {
     "max_epochs": -1,
     "min_epochs": 0,
@@ -186,9 +195,9 @@ class OptionAttributes:
     max_time = Option["timedelta | None"]()
     max_duration = Option["Duration | None"]()
     limit_train_batches = Option["int | float | None"]()
-    limit_val_batches = Option["int | float | None"]()
-    limit_test_batches = Option["int | float | None"]()
-    limit_predict_batches = Option["int | float | None"]()
+    limit_val_batches = Option["LimitPerLoader"]()
+    limit_test_batches = Option["LimitPerLoader"]()
+    limit_predict_batches = Option["LimitPerLoader"]()
     overfit_batches = Option["int | float"]()
     val_check_interval = Option["int | float | timedelta | Duration | None"]()
     check_val_every_n_epoch = Option["int | None"]()

@@ -60,7 +60,7 @@ from drivetrain.trainer.loops.special_steps import choose_step
 from drivetrain.trainer.metrics.logged_values import SAVING, LoggedValues, Value
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 from drivetrain.trainer.optimizers import SchedulerConfig, read_scheduler
-from drivetrain.trainer.options import OptionAttributes, TrainerOptions
+from drivetrain.trainer.options import LimitPerLoader, OptionAttributes, TrainerOptions
 from drivetrain.trainer.prepared_task import TaskRun
 from drivetrain.trainer.profilers.actions import Actions
 from drivetrain.trainer.profilers.base import SAVE, Profiler
@@ -473,9 +473,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         max_duration: The maximum duration in any unit: `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
             `"10 min"`. Samples and tokens are counted over all processes.
         limit_train_batches: The number, or the fraction, of training batches per epoch.
-        limit_val_batches: The number, or the fraction, of validation batches. 0 disables validation.
-        limit_test_batches: The number, or the fraction, of test batches.
-        limit_predict_batches: The number, or the fraction, of prediction batches.
+        limit_val_batches: The number, or the fraction, of validation batches per loader. A list, or a dict with the
+            keys of a dict of loaders, limits each loader on its own. 0 disables validation.
+        limit_test_batches: The same for test batches.
+        limit_predict_batches: The same for prediction batches.
         overfit_batches: The number, or the fraction, of batches to train and validate on, in a fixed order.
         val_check_interval: When to validate: a number of batches, a fraction of an epoch, or a duration such as `"1000
             steps"`, `"1M samples"`, `"10 min"` or `"10%"` of the run.
@@ -554,9 +555,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         max_time: str | timedelta | dict[str, int] | None = None,
         max_duration: str | Duration | None = None,
         limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
+        limit_val_batches: LimitPerLoader = None,
+        limit_test_batches: LimitPerLoader = None,
+        limit_predict_batches: LimitPerLoader = None,
         overfit_batches: int | float = 0.0,
         val_check_interval: int | float | str | timedelta | dict[str, int] | Duration | None = None,
         check_val_every_n_epoch: int | str | Duration | None = 1,

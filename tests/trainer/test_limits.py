@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import drivetrain
-from drivetrain import Callback, CSVLogger, ModelCheckpoint, Task, Trainer
+from drivetrain import Callback, ConfigurationError, CSVLogger, ModelCheckpoint, Task, Trainer
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Count, Weight, fitted, ones, quiet, rows, stream
 
@@ -414,3 +414,65 @@ def test_the_steps_to_come_are_known_where_schedules_are_built(options, steps):
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2))
     assert task.announced == trainer.global_step == steps
     assert task.epoch_length == trainer.num_training_batches
+
+
+class Reads(Weight):
+    """Counts the batches of each evaluation loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def _count(self, dataloader_idx: int) -> None:
+        self.read += [0] * (dataloader_idx + 1 - len(self.read))
+        self.read[dataloader_idx] += 1
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._count(dataloader_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._count(dataloader_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self._count(dataloader_idx)
+        return batch[0]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [(2, [2, 2, 2]), ([1, 0.5, None], [1, 3, 4]), ([4, 0, 1], [4, 0, 1]), ({"b": 1}, [4, 1, 4]), ({}, [4, 6, 4])],
+    ids=str,
+)
+def test_each_evaluation_loader_can_have_a_limit_of_its_own(stage: str, limit: Any, read: list[int]) -> None:
+    loaders: Any = {"a": ones(4), "b": ones(6), "c": ones(4)}
+    name = {"validate": "val"}.get(stage, stage)
+    trainer, task = quiet(**{f"limit_{name}_batches": limit}), Reads()
+    getattr(trainer, stage)(task, loaders if isinstance(limit, dict) else list(loaders.values()))
+    assert task.read == read
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ([1, 2], r"limit_val_batches has 2 limits for 3 loaders. Give one per loader."),
+        ({"d": 1}, r"limit_val_batches has the key 'd', but the loaders are 'a', 'b', 'c'."),
+    ],
+)
+def test_limits_that_do_not_fit_the_loaders_are_refused(limit: Any, message: str) -> None:
+    loaders = {"a": ones(4), "b": ones(6), "c": ones(4)}
+    with pytest.raises(ConfigurationError, match=message):
+        quiet(limit_val_batches=limit).validate(Reads(), loaders)
+
+
+def test_limits_by_name_need_loaders_with_names() -> None:
+    with pytest.raises(ConfigurationError, match="limit_val_batches is a dict, so the loaders must be a dict"):
+        quiet(limit_val_batches={"a": 1}).validate(Reads(), [ones(4)])
+
+
+@pytest.mark.parametrize("limit", [[1, -1], {"a": 1.5}, [True]])
+def test_each_limit_of_a_loader_is_checked(limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match="or a list or dict with one per loader"):
+        quiet(limit_test_batches=limit)
+    with pytest.raises(ConfigurationError, match="invalid value limit_train_batches"):
+        quiet(limit_train_batches=[1])

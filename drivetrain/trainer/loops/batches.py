@@ -29,6 +29,7 @@ from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden, is_redefined
 from drivetrain.trainer.metrics.logged_values import TRANSFER
+from drivetrain.trainer.options import Limit, LimitPerLoader
 from drivetrain.trainer.state.saved_run import StepSnapshot, at_start_of, saves_within_steps
 from drivetrain.trainer.task import Task
 
@@ -292,23 +293,52 @@ def check_equal_lengths(batches: float, kind: str) -> None:
         )
 
 
-def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """Return how many batches to run per evaluation loader: `limit` applied to its longest length on any rank.
+def limits_of(
+    loaders: Sequence[Any],
+    limit: LimitPerLoader,
+    name: str,
+    even: bool = False,
+    given: Any = None,
+) -> list[float]:
+    """Return how many batches to run per evaluation loader: its limit, applied to its longest length on any rank.
 
     Args:
         loaders: Prepared loaders of this rank.
-        limit: Limit per loader, as in `batches_to_run`.
+        limit: Limit for all loaders, or one per loader, in their order or by name.
         name: Name of the Trainer's argument with the limit, for error messages.
         even: True to raise `DataError` if the ranks have different numbers of batches.
+        given: Loaders as the user gave them. The keys of a dict are their names.
+
+    Raises:
+        ConfigurationError: The limits do not match the loaders.
     """
+    limits = _limit_per_loader(limit, len(loaders), list(given) if isinstance(given, Mapping) else None, name)
     lengths = [length_of(loader) for loader in loaders]
     if even:
         kind = name.removeprefix("limit_").removesuffix("_batches")
-        for length in lengths:
-            check_equal_lengths(batches_to_run(length, limit, name), kind)
+        for length, each in zip(lengths, limits, strict=True):
+            check_equal_lengths(batches_to_run(length, each, name), kind)
     everyone: list[list[int | None]] = gather_object([lengths])
     longest = [None if None in lengths else max(lengths) for lengths in zip(*everyone, strict=True)]
-    return [batches_to_run(length, limit, name) for length in longest]
+    return [batches_to_run(length, each, name) for length, each in zip(longest, limits, strict=True)]
+
+
+def _limit_per_loader(limit: Any, count: int, names: list[Any] | None, argument: str) -> list[Limit]:
+    if isinstance(limit, Mapping):
+        if names is None:
+            raise ConfigurationError(f"{argument} is a dict, so the loaders must be a dict with the same keys.")
+        unknown = [key for key in limit if key not in names]
+        if unknown:
+            known = ", ".join(map(repr, names))
+            raise ConfigurationError(f"{argument} has the key {unknown[0]!r}, but the loaders are {known}.")
+        return [limit.get(key) for key in names]
+    if not isinstance(limit, list | tuple):
+        return [limit] * count
+    if len(limit) != count:
+        raise ConfigurationError(
+            f"{argument} has {len(limit)} limits for {count} loader{'s' * (count != 1)}. Give one per loader."
+        )
+    return list(limit)
 
 
 def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:

@@ -42,6 +42,7 @@ from drivetrain.trainer.metrics.logged_values import (
     to_numbers,
 )
 from drivetrain.trainer.metrics.tracker_log import print_results
+from drivetrain.trainer.options import LimitPerLoader
 from drivetrain.trainer.state.saved_run import SavedRun, find_checkpoint
 from drivetrain.trainer.task import Task
 
@@ -65,7 +66,7 @@ class EvaluationLoop:
         model: nn.Module,
         stage: Stage,
         source: LoaderSource,
-        limit: float | int | None,
+        limit: LimitPerLoader,
         limit_name: str,
         drawn_from: RandomState | None = None,
     ) -> None:
@@ -98,7 +99,9 @@ class EvaluationLoop:
             with self._drawing_apart():
                 self._loaders = self._source.prepare_evaluation()
             even = self._strategy.needs_even_batches
-            self._limits = limits_of(self._loaders, self._limit, self._limit_name, even)
+            self._limits = limits_of(
+                self._loaders, self._limit, self._limit_name, even, trainer.current.loaders[self._stage]
+            )
             trainer.current.evaluation_batches[self._stage] = own_batches(self._loaders, self._limits)
         return self._loaders
 
@@ -498,7 +501,13 @@ class PredictionLoop:
 
     def _load(self) -> tuple[list[Prepared], list[float]]:
         loaders = self._source.prepare_evaluation()
-        limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
+        limits = limits_of(
+            loaders,
+            self._limit,
+            "limit_predict_batches",
+            self._strategy.needs_even_batches,
+            self._trainer.current.loaders[Stage.PREDICT],
+        )
         self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         return loaders, limits
 
