@@ -73,7 +73,8 @@ from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Given, RunOptions, SplitsSequences
 from drivetrain.strategies.precision import Precision
-from drivetrain.strategies.registry import grid_rank
+from drivetrain.strategies.precision.registry import PrecisionName
+from drivetrain.strategies.registry import StrategyName, grid_rank
 from drivetrain.trackers import Tracker, TrackerGroup
 
 # The part of the Accelerator's face that exchanges values between processes
@@ -934,7 +935,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self,
         device_placement: bool = True,
         split_batches: bool = False,
-        mixed_precision: str | Precision | None = None,
+        mixed_precision: PrecisionName | str | Precision | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -945,7 +946,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         rng_types: Sequence[Any] | None = None,
         log_with: LogWith = None,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: StrategyName | str | Strategy = "auto",
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,

@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from drivetrain.runtime import xla
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 from drivetrain.runtime.host import host_memory
+
+DeviceName = Literal["auto", "cpu", "cuda", "gpu", "mps", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "xla", "tpu"]
+"""Names of the built-in device kinds, which editors complete. `"auto"` detects one."""
 
 _VISIBLE_VARIABLES = {
     "cuda": "CUDA_VISIBLE_DEVICES",

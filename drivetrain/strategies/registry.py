@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
@@ -14,6 +14,36 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import RunOptions, StartsProcesses, Strategy
 from drivetrain.strategies.ddp import DDP
+
+StrategyName = Literal[
+    "auto",
+    "single",
+    "ddp",
+    "ddp_find_unused_parameters_true",
+    "ddp_find_unused_parameters_false",
+    "ddp_spawn",
+    "ddp_spawn_find_unused_parameters_true",
+    "ddp_spawn_find_unused_parameters_false",
+    "ddp_fork",
+    "ddp_fork_find_unused_parameters_true",
+    "ddp_fork_find_unused_parameters_false",
+    "ddp_notebook",
+    "ddp_notebook_find_unused_parameters_true",
+    "ddp_notebook_find_unused_parameters_false",
+    "fsdp",
+    "fsdp_cpu_offload",
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3_offload",
+    "xla",
+    "xla_fsdp",
+    "megatron",
+]
+"""Names of the built-in strategies, which editors complete."""
+
 
 # Strategy for a single process
 

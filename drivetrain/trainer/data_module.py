@@ -16,6 +16,7 @@ from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build, sta
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from drivetrain.trainer.trainer import Trainer
 
@@ -158,7 +159,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         *,
         instantiate: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Create a data module from the hyper-parameters and state in a checkpoint.
 
         Args:
@@ -182,7 +183,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
         given = kwargs if hparams_file is None else None
         driver = checkpoint.read_shared(checkpoint_path, parts, given)["driver"]
-        made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs, instantiate)
+        made: Self = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs, instantiate)
         state = state_of(cls, driver)
         if state:
             made.load_state_dict(state)

@@ -20,6 +20,7 @@ from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, as_hooks_s
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from typing_extensions import Self
 
 logger = get_logger(__name__)
 
@@ -52,7 +53,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         *,
         instantiate: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Create a task from a checkpoint, with the saved hyper-parameters as its constructor arguments.
 
         Args:
@@ -95,7 +96,8 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
         # Other values that torch.load accepts, such as functions, have no effect.
         is_device = isinstance(map_location, str | int | torch.device)
-        return task.to(map_location) if is_device else task
+        loaded: Self = task.to(map_location) if is_device else task
+        return loaded
 
     @classmethod
     def saved_hyper_parameters(cls, checkpoint_path: str | Path | BinaryIO) -> dict[str, Any]:

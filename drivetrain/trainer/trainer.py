@@ -24,6 +24,7 @@ from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.data import BatchInfo, CombinedLoader, DataShard, PendingBatch, is_split_already
 from drivetrain.data.configuration import warn_of_workers
+from drivetrain.runtime.devices import DeviceName
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
@@ -33,6 +34,8 @@ from drivetrain.runtime.timing import CHECKPOINT, Timing
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import StartsProcesses
 from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision.registry import PrecisionName
+from drivetrain.strategies.registry import StrategyName
 from drivetrain.trackers import Tracker, TrackerGroup
 from drivetrain.trainer import setup, task_checks
 from drivetrain.trainer.compiling import compilations_watched, compile_plugin, uncompiled
@@ -539,11 +542,11 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     def __init__(
         self,
         *,
-        accelerator: str | Accelerator = "auto",
-        strategy: str | Strategy = "auto",
+        accelerator: DeviceName | str | Accelerator = "auto",
+        strategy: StrategyName | str | Strategy = "auto",
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
-        precision: str | int | Precision | None = None,
+        precision: PrecisionName | str | int | Precision | None = None,
         # `bool` first, so that the command line does not read "true" as a name.
         logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,

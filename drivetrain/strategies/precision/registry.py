@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.fp8.precision import FP8
 from drivetrain.strategies.precision.mixed import BFloat16Mixed, Float16Mixed
 from drivetrain.strategies.precision.true import BFloat16True, Double, Float16True
+
+PrecisionName = Literal[
+    "32",
+    "32-true",
+    "no",
+    "fp32",
+    "64",
+    "64-true",
+    "fp64",
+    "double",
+    "bf16",
+    "bf16-mixed",
+    "bf16-true",
+    "fp16",
+    "16-mixed",
+    "16",
+    "fp16-true",
+    "16-true",
+    "fp8",
+]
+"""Names of the built-in precisions, which editors complete."""
 
 _PRECISIONS: dict[str, type[Precision]] = {}
 
