@@ -446,18 +446,18 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3307),
-    "callbacks": (33, 7045),
+    "accelerator": (12, 3308),
+    "callbacks": (33, 7074),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
     "compat": (182, 11027),
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4269),
-    "runtime": (24, 3631),
-    "strategies": (59, 10885),
+    "runtime": (24, 3633),
+    "strategies": (59, 10934),
     "trackers": (18, 2959),
-    "trainer": (46, 9679),
+    "trainer": (46, 9728),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from drivetrain import checkpoint
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.step_schedule import (
     check_mode,
@@ -67,6 +69,10 @@ class EarlyStopping(Callback):
             None, check at the end of the training epoch if each epoch ends with a validation, else after each
             validation.
         log_rank_zero_only: Log on the main process only, rather than on every process.
+        restore_best_weights: At the end of `fit`, load the weights of the best check, whether or not this callback
+            stopped the run. Each improvement saves them to `early_stopping_best_<run>` in the run's folder. The other
+            state, such as that of optimizers, stays as it is.
+        start_from_epoch: The first epoch whose checks count. Earlier ones are skipped, as in a warm-up.
 
     Attributes:
         best_score: The best value so far, a scalar tensor.
@@ -102,8 +108,12 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
     ) -> None:
         check_mode(mode, "EarlyStopping")
+        if start_from_epoch < 0:
+            raise ConfigurationError(f"EarlyStopping(start_from_epoch={start_from_epoch}): use an epoch from 0.")
         if patience < 0:
             raise ConfigurationError(f"EarlyStopping(patience={patience}): patience must be at least 0 checks.")
         self.monitor = monitor
@@ -116,6 +126,8 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.log_rank_zero_only = log_rank_zero_only
+        self.restore_best_weights = restore_best_weights
+        self.start_from_epoch = start_from_epoch
         self.forget_run()
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._checks_epoch_end = False  # set in `setup`
@@ -125,6 +137,7 @@ class EarlyStopping(Callback):
         self.wait_count = 0
         self._forget_reason()
         self._best = math.inf if self.mode == "min" else -math.inf
+        self._best_weights: str | None = None
 
     def _forget_reason(self) -> None:
         self.stopped_epoch = 0
@@ -148,6 +161,7 @@ class EarlyStopping(Callback):
             "patience": self.patience,
             "stopping_reason": int(self.stopping_reason),
             "stopping_reason_message": self.stopping_reason_message,
+            "best_weights": self._best_weights,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,6 +171,7 @@ class EarlyStopping(Callback):
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        self._best_weights = state_dict.get("best_weights")
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = stage == "fit" and not trainer.fast_dev_run
@@ -187,11 +202,27 @@ class EarlyStopping(Callback):
         if self._fitting and not self._checks_epoch_end and not trainer.sanity_checking:
             self._run_early_stopping_check(trainer)
 
+    def on_fit_end(self, trainer: Trainer, task: Task) -> None:
+        path = self._best_weights
+        if not self.restore_best_weights or path is None or trainer.interrupted:
+            return
+        if not decide_on_main_process(lambda: checkpoint.is_checkpoint(path)):
+            logger.warning(f"EarlyStopping: {path} is gone, so the weights of the last step are kept.")
+            return
+        trainer.load_weights(path)
+        logger.info(f"EarlyStopping: the weights of the best {self.monitor}, {self._best:.6g}, are restored.")
+
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        if trainer.current_epoch < self.start_from_epoch:
+            return
         value = decide_on_main_process(lambda: self._read(trainer))
         if value is None:
             return
+        best = self._best
         stop, message = self._evaluate_stopping_criteria(value)
+        if self.restore_best_weights and self._best != best:
+            self._best_weights = decide_on_main_process(lambda: self._path(trainer))
+            trainer.save_checkpoint(self._best_weights, weights_only=True)
         if stop:
             trainer.request_stop(f"EarlyStopping: {(message or '').rstrip('.')}", asker=self.state_key)
             self.stopped_epoch = trainer.current_epoch
@@ -202,6 +233,11 @@ class EarlyStopping(Callback):
             self._forget_reason()
         if message and (stop or self.verbose):
             logger.info(message, main_process_only=self.log_rank_zero_only)
+
+    def _path(self, trainer: Trainer) -> str:
+        # Not below `checkpoints`, where `resume="auto"` searches. Runs without a logger may share a folder.
+        folder = os.path.abspath(trainer.log_dir or trainer.default_root_dir)
+        return os.path.join(folder, f"early_stopping_best_{trainer.control.identity[:8]}")
 
     def _read(self, trainer: Trainer) -> float | None:
         metrics = trainer.callback_metrics

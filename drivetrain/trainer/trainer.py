@@ -950,6 +950,19 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     # checkpoints
 
     @known_keywords
+    def load_weights(self, filepath: str | os.PathLike[str]) -> None:
+        """Load the weights of a checkpoint into the current task, within a run. All processes must call it.
+
+        Optimizers, counters and random state stay as they are.
+
+        Args:
+            filepath: The checkpoint's directory, file or URL.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it belongs to another model.
+        """
+        SavedRun(self, os.fspath(filepath)).restore_for_evaluation()
+
     def save_checkpoint(
         self,
         filepath: str | os.PathLike[str],

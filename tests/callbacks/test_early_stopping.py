@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from drivetrain import Callback, ConfigurationError, Task, Trainer
 from drivetrain.callbacks import EarlyStopping, ModelCheckpoint
-from tests.callbacks.tasks import Scripted, fit
+from tests.callbacks.tasks import Scripted, fit, numbers
+from tests.conformance.language_model import LanguageTask, Run, Texts
+from tests.conformance.strategies import ROWS as KINDS
 from tests.pool import run_in_processes
+from tests.strategies.quiet import quiet_trainer
 
 NAN, INF = math.nan, math.inf
 
@@ -254,3 +259,124 @@ def test_a_stopped_run_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
 
     epochs, last = run(5)
     assert (epochs, run(9, last)[0]) == (3, 3)
+
+
+# the best weights
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "best", "epochs"),
+    [
+        ([3, 1, 2, 2, 2], {"patience": 2}, 1, 4),  # stopped
+        ([3, 1, 2, 2], {"patience": 9}, 1, 4),  # not stopped
+        ([1, 3, 2, 2.5], {"patience": 9, "start_from_epoch": 1}, 2, 4),
+        ([1, 2, 2], {"patience": 1, "start_from_epoch": 2}, 2, 3),
+        ([3, NAN, 2], {"patience": 9}, 0, 2),
+    ],
+)
+def test_the_best_weights_are_restored(
+    values: list[float], options: dict[str, Any], best: int, epochs: int, tmp_path: Path
+) -> None:
+    stopping, weights = EarlyStopping("val_loss", restore_best_weights=True, **options), Weights()
+    task = Scripted(values)
+    fit(task, tmp_path, len(values), [stopping, weights])
+    assert len(task.seen) == epochs
+    assert len({tuple(each) for each in weights.seen}) == epochs
+    assert flat(task) == weights.seen[best]
+
+
+class Weights(Callback):
+    """Notes the weights at each validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        if not trainer.sanity_checking:
+            self.seen.append(flat(task))
+
+
+def flat(task: Task) -> list[float]:
+    return [value for each in task.parameters() for value in each.detach().flatten().tolist()]
+
+
+def test_the_best_weights_survive_a_resume_and_another_run_in_the_folder(tmp_path: Path) -> None:
+    def run(values: list[float], epochs: int, resume: Any = None) -> tuple[Task, Weights]:
+        task, weights = Scripted(values), Weights()
+        stopping = EarlyStopping("val_loss", patience=9, restore_best_weights=True)
+        saver = ModelCheckpoint(tmp_path / "saved", save_last=True)
+        trainer = quiet_trainer(
+            "single",
+            max_epochs=epochs,
+            default_root_dir=tmp_path,
+            callbacks=[stopping, weights, saver],
+            enable_checkpointing=True,
+        )
+        trainer.fit(task, numbers(4, 2), numbers(2, 2), resume=resume)
+        return task, weights
+
+    _, first = run([3, 1, 2], 3)
+    run([0.5, 1], 2)  # another run
+    task, second = run([3, 1, 2, 2, 2], 5, tmp_path / "saved" / "epoch=2-step=6.ckpt")
+    assert len(first.seen) == 3
+    assert len(second.seen) == 2
+    assert flat(task) == first.seen[1]
+
+
+def test_best_weights_that_are_gone_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Removes(Callback):
+        def on_train_end(self, trainer: Trainer, task: Task) -> None:
+            [found] = tmp_path.rglob("early_stopping_best_*")
+            shutil.rmtree(found)
+
+    weights, task = Weights(), Scripted([3, 1, 2])
+    fit(task, tmp_path, 3, [EarlyStopping("val_loss", restore_best_weights=True), weights, Removes()])
+    assert flat(task) == weights.seen[-1]
+    assert "is gone, so the weights of the last step are kept" in caplog.text
+
+
+def best_of(strategy: str, root: str) -> tuple[list[float], list[list[float]]]:
+    """The sums of all weights after a fit, and at each validation, in a run whose second epoch is the best."""
+
+    class Values(LanguageTask):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("val_loss", [3.0, 1.0, 2.0][self.trainer.current_epoch])
+
+        def on_fit_end(self) -> None:  # after those of callbacks
+            noted.seen.append(sums(self.trainer))
+
+    def sums(trainer: Trainer) -> list[float]:
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        return [float(value.double().sum()) for value in state.values()]
+
+    class Sums(Callback):
+        def __init__(self) -> None:
+            self.seen: list[list[float]] = []
+
+        def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+            if not trainer.sanity_checking:
+                self.seen.append(sums(trainer))
+
+    run, noted = Run(layers=2, samples=8), Sums()
+    trainer = quiet_trainer(
+        KINDS[strategy].make(),
+        max_epochs=3,
+        callbacks=[EarlyStopping("val_loss", restore_best_weights=True), noted],
+        default_root_dir=root,
+    )
+    rows = run.rows(trainer.strategy.topology.data_shard.count)
+    trainer.fit(Values(layers=2), DataLoader(run.data(), batch_size=rows), DataLoader(Texts(4), batch_size=2))
+    *seen, last = noted.seen
+    return last, seen
+
+
+@pytest.mark.sharded
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp", "zero-1", "zero-3"])
+def test_the_best_weights_are_restored_under_each_strategy(strategy: str, tmp_path: Path) -> None:
+    found = run_in_processes(best_of, KINDS[strategy].processes, args=(strategy, str(tmp_path)), timeout=200)
+    last, seen = found[0]  # the main process has all weights
+    assert len(last) > 10
+    assert seen[0] != seen[1] != seen[2]
+    assert last == seen[1]

@@ -36,7 +36,7 @@ MAKE: dict[str, Make] = {
     "BackboneFinetuning": of("BackboneFinetuning", 1),
     "DeviceStatsMonitor": of("DeviceStatsMonitor"),
     "EMAWeightAveraging": of("EMAWeightAveraging"),
-    "EarlyStopping": of("EarlyStopping", "evaluation_loss"),
+    "EarlyStopping": of("EarlyStopping", "evaluation_loss", restore_best_weights=True),
     "EvaluationGather": lambda root: EvaluationGather(
         path=f"{root}/{{stage}}.pt", select=lambda outputs, batch: (batch["labels"], batch["tokens"])
     ),
