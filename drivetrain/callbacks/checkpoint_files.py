@@ -38,8 +38,10 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 class BestK:
     """List of a run's k checkpoints with the best scores, or of the k newest ones if no metric is monitored."""
 
-    def __init__(self, k: int, mode: str, by_score: bool) -> None:
+    def __init__(self, k: int, mode: str, by_score: bool, tie_mode: str = "min") -> None:
         self.k = k
+        self.tie_mode = tie_mode
+        self.ties: dict[str, float] = {}  # path -> value of the second metric, which decides between equal scores
         self.mode = mode
         self.by_score = by_score
         self.scores: dict[str, float] = {}  # path -> score, in the order in which they were saved
@@ -52,16 +54,24 @@ class BestK:
             return self.newest
         best = ""
         for path, score in self.scores.items():
-            if not best or is_better(score, self.scores[best], self.mode):
+            if not best or self._is_ahead(score, self._tie(path), best):
                 best = path
         return best
+
+    def _tie(self, path: str) -> float:
+        return self.ties.get(path, float("nan"))
+
+    def _is_ahead(self, score: float, tie: float, than: str) -> bool:
+        """Return True if a score, or its tie-break if the scores are equal, is better than those of a checkpoint."""
+        other = self.scores[than]
+        return is_better(score, other, self.mode) or (score == other and is_better(tie, self._tie(than), self.tie_mode))
 
     @property
     def worst(self) -> str:
         """The path of the lowest-ranked checkpoint in the top k, or an empty string if no checkpoint is kept."""
         return self._worst_of(self.scores)
 
-    def wants(self, score: float | None) -> bool:
+    def wants(self, score: float | None, tie: float | None = None) -> bool:
         """Return True if a checkpoint with this score belongs to the best k and should be saved. NaN never does."""
         if self.k == 0:
             return False
@@ -72,7 +82,7 @@ class BestK:
         # k = -1 keeps every checkpoint.
         if self.k < 0 or len(self.scores) < self.k:
             return True
-        return is_better(score, self.scores[self.worst], self.mode)
+        return self._is_ahead(score, float("nan") if tie is None else tie, self.worst)
 
     def displaced(self) -> list[str]:
         """Return the paths of checkpoints to remove so that one more fits into the top k. Empty if there is room."""
@@ -82,22 +92,28 @@ class BestK:
             del left[gone[-1]]
         return gone
 
-    def add(self, path: str, score: float | None) -> list[str]:
+    def add(self, path: str, score: float | None, tie: float | None = None) -> list[str]:
         """Add a checkpoint to the top k. Returns the paths of the checkpoints that no longer belong to it."""
         # A checkpoint that is saved again under its name displaces no other.
         gone = [] if path in self.scores else self.displaced()
         # The path itself is removed too, so that it moves to the end of the order of saving.
         for old in (path, *gone):
-            self.scores.pop(old, None)
+            self.remove(old)
         self.scores[path] = 0.0 if score is None else score
+        if tie is not None:
+            self.ties[path] = tie
         self.newest = path
         return gone
+
+    def remove(self, path: str) -> None:
+        self.scores.pop(path, None)
+        self.ties.pop(path, None)
 
     def _worst_of(self, scores: Mapping[str, float]) -> str:
         worst = ""
         for path, score in scores.items():
             # Of equal scores the later checkpoint goes first. Without scores the oldest goes first.
-            if not worst or (self.by_score and not is_better(score, scores[worst], self.mode)):
+            if not worst or (self.by_score and not self._is_ahead(score, self._tie(path), worst)):
                 worst = path
         return worst
 
@@ -150,6 +166,7 @@ class SavedAccount:
         scores: A dict from checkpoint name to score.
         names: A dict from fields of `CheckpointAccount` to checkpoint names.
         lists: A dict from fields of `CheckpointAccount` to lists of checkpoint names.
+        ties: A dict from checkpoint name to the value of the second metric.
     """
 
     saved_in: str
@@ -157,6 +174,7 @@ class SavedAccount:
     scores: dict[str, float]
     names: dict[str, str] = field(default_factory=dict)
     lists: dict[str, list[str]] = field(default_factory=dict)
+    ties: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
@@ -167,11 +185,7 @@ class SavedAccount:
         below_root = state.get("below_root")
         if below_root is not None:
             below_root = _checked_name("below_root", below_root, "")
-        scores: dict[str, float] = {}
-        for pair in _list("best_k_models", state.get("best_k_models")):
-            if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], int | float):
-                raise _invalid_state("best_k_models", pair)
-            scores[_checked_name("best_k_models", pair[0], saved_in)] = float(pair[1])
+        scores, ties = (_values(key, state.get(key), saved_in) for key in ("best_k_models", "ties"))
         names = {
             attribute: _checked_name(key, state.get(key), saved_in)
             for attribute, key in (
@@ -185,7 +199,7 @@ class SavedAccount:
             key: [_checked_name(key, name, saved_in) for name in _list(key, state.get(key))]
             for key in ("passing", "doomed")
         }
-        return cls(saved_in, below_root, scores, names, lists)
+        return cls(saved_in, below_root, scores, names, lists, ties)
 
     def without(self, names: set[str]) -> SavedAccount:
         return SavedAccount(
@@ -194,6 +208,7 @@ class SavedAccount:
             {name: score for name, score in self.scores.items() if name not in names},
             {key: "" if name in names else name for key, name in self.names.items()},
             {key: [name for name in listed if name not in names] for key, listed in self.lists.items()},
+            self.ties,
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
@@ -212,6 +227,15 @@ def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: boo
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
         raise _invalid_state(key, value)
     return value
+
+
+def _values(key: str, pairs: Any, saved_in: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for pair in _list(key, pairs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], int | float):
+            raise _invalid_state(key, pair)
+        found[_checked_name(key, pair[0], saved_in)] = float(pair[1])
+    return found
 
 
 def _checked_name(key: str, value: Any, saved_in: str) -> str:
@@ -407,13 +431,15 @@ class CheckpointAccount:
     passing: list[str] = field(default_factory=list)
     doomed: list[str] = field(default_factory=list)
 
-    def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
+    def add(
+        self, path: str, score: float | None, among_best: bool, is_whole: bool = True, tie: float | None = None
+    ) -> None:
         """Record a saved checkpoint. The checkpoints that it replaces are listed in `doomed`, to be deleted later."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
         if among_best:
-            self.doomed += self.best.add(path, score)
+            self.doomed += self.best.add(path, score, tie)
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
@@ -425,7 +451,7 @@ class CheckpointAccount:
         self.doomed = [old for old in dict.fromkeys(self.doomed) if old != path]
 
     def forget(self, path: str) -> None:
-        self.best.scores.pop(path, None)
+        self.best.remove(path)
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
@@ -444,6 +470,7 @@ class CheckpointAccount:
 
         return {
             "best_k_models": [[name(path), score] for path, score in self.best.scores.items()],
+            "ties": [[name(path), tie] for path, tie in self.best.ties.items()],
             "newest_of_best": name(self.best.newest),
             "last_model_path": name(self.last),
             "newest_model_path": name(self.newest),
@@ -457,6 +484,7 @@ class CheckpointAccount:
             return f"{directory.rstrip('/')}/{name}" if name else ""
 
         self.best.scores = {here(name): score for name, score in state.scores.items()}
+        self.best.ties = {here(name): tie for name, tie in state.ties.items() if name in state.scores}
         self.best.newest = here(state.names["newest_of_best"])
         self.last, self.newest = here(state.names["last"]), here(state.names["newest"])
         self.beside = here(state.names["beside"])
@@ -473,6 +501,7 @@ class Decision:
 
     Attributes:
         score: The value of the monitored metric, or None.
+        tie: The value of the metric that decides between equal scores, or None.
         path: The path to save under, or None if only `last` is written.
         among_best: True if the checkpoint is among the best k.
         last: The path of `last` if it is to be updated, else None.
@@ -480,6 +509,7 @@ class Decision:
     """
 
     score: float | None = None
+    tie: float | None = None
     path: str | None = None
     among_best: bool = False
     last: str | None = None
@@ -510,7 +540,9 @@ def decide(
     """Decide on the main process whether to save now. Returns paths and score; without paths, nothing is saved."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
-    decision.among_best = not only_last and kept.best.wants(decision.score)
+    if decision.score is not None:
+        decision.tie = options.tie_of(trainer)
+    decision.among_best = not only_last and kept.best.wants(decision.score, decision.tie)
     if decision.among_best or (options.save_last == "link" and not only_last):
         text = name.format(trainer.current_epoch, trainer.global_step, metrics)
         _warn_of_unknown_fields(options, name, metrics)
@@ -585,7 +617,7 @@ class CheckpointWriter:
         before = self.kept.copy()
         # The checkpoint contains this record, so update the record before saving.
         if decision.path is not None:
-            self.kept.add(decision.path, decision.score, decision.among_best, is_whole=not weights_only)
+            self.kept.add(decision.path, decision.score, decision.among_best, not weights_only, decision.tie)
         else:
             self.kept.record_newest(target, is_whole=not weights_only)
         if decision.last is not None:

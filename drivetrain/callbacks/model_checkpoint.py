@@ -147,7 +147,7 @@ class ModelCheckpoint(Callback):
         filename: The name template, such as `"{epoch}-{val_loss:.3f}"`. It may contain `epoch`, `step` and names of
             logged metrics. The default is `"{epoch}-{step}"`.
         monitor: The metric that ranks checkpoints. If None, the newest are kept. Of equal values, the older checkpoint
-            ranks higher. A checkpoint with NaN is never among the best.
+            ranks higher, unless `tie_monitor` decides. A checkpoint with NaN is never among the best.
         verbose: Log each save.
         save_last: Also keep a checkpoint named `last`. True or `"copy"` writes a separate checkpoint, with hard links
             to files that another one also has. `"link"` creates a relative symbolic link to the newest checkpoint,
@@ -175,6 +175,9 @@ class ModelCheckpoint(Callback):
         async_save: Write in the background while training continues. Only one save runs at a time.
         every: The interval between saves in any unit: `"1000 steps"`, `"2 epochs"`, `"10 min"`, `"1M samples"`, `"50M
             tokens"` or `"10%"` of the run. It replaces the three interval arguments above.
+        tie_monitor: A second metric, which ranks checkpoints with equal values of `monitor`. With `"step"` and
+            `tie_mode="max"`, the newer one ranks higher.
+        tie_mode: The `mode` of `tie_monitor`.
         on_save_error: `"raise"` to raise if a checkpoint cannot be written, for example on a full disk, or `"warn"` to
             log the error and continue. Earlier checkpoints stay intact in both cases.
 
@@ -226,8 +229,15 @@ class ModelCheckpoint(Callback):
         async_save: bool = False,
         on_save_error: str = "raise",
         every: str | Duration | None = None,
+        tie_monitor: str | None = None,
+        tie_mode: str = "min",
     ) -> None:
         check_options(mode, save_last, save_top_k, monitor, total_limit, on_save_error)
+        check_mode(tie_mode, "ModelCheckpoint")
+        if tie_monitor is not None and monitor is None:
+            raise ConfigurationError(
+                f"ModelCheckpoint(tie_monitor={tie_monitor!r}) decides between equal values of monitor. Set monitor."
+            )
         self.dirpath = os.path.expanduser(os.fspath(dirpath)) if dirpath is not None else None
         self.filename = filename
         self.monitor = monitor
@@ -246,6 +256,7 @@ class ModelCheckpoint(Callback):
         self.total_limit = total_limit
         self.async_save = async_save
         self.on_save_error = on_save_error
+        self.tie_monitor, self.tie_mode = tie_monitor, tie_mode
 
         self._dirpath_is_given = dirpath is not None
         self.forget_run()
@@ -261,7 +272,8 @@ class ModelCheckpoint(Callback):
 
     def forget_run(self) -> None:
         self._current_score: float | None = None
-        kept = CheckpointAccount(BestK(self.save_top_k, self.mode, by_score=self.monitor is not None))
+        best = BestK(self.save_top_k, self.mode, by_score=self.monitor is not None, tie_mode=self.tie_mode)
+        kept = CheckpointAccount(best)
         links, forgives = self.save_last == "link", self.on_save_error == "warn"
         self._writer = CheckpointWriter(kept, links, self.total_limit, self.async_save, forgives)
         if not self._dirpath_is_given:
@@ -350,6 +362,23 @@ class ModelCheckpoint(Callback):
                 "the best."
             )
         return score
+
+    def tie_of(self, trainer: Trainer) -> float | None:
+        """Return the value of `tie_monitor`, or None without one.
+
+        Args:
+            trainer: The running Trainer.
+
+        Raises:
+            ConfigurationError: If the metric was not logged.
+        """
+        if self.tie_monitor is None:
+            return None
+        metrics = {"epoch": trainer.current_epoch, "step": trainer.global_step, **trainer.callback_metrics}
+        value = monitored_value(metrics, self.tie_monitor)
+        if value is None:
+            raise ConfigurationError(missing_metric_message(metrics, self.tie_monitor, "ModelCheckpoint"))
+        return value
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None

@@ -276,3 +276,58 @@ def test_when_validation_follows_a_step_its_value_names_the_checkpoint(tmp_path:
     fit(Scripted([7, 5, 6]), tmp_path, 3, [checkpoint])
     assert saved(tmp_path / "ckpt") == [f"step={2 * n + 2}-val_loss={value}.ckpt" for n, value in enumerate((7, 5, 6))]
     assert Path(checkpoint.best_model_path).name == "step=4-val_loss=5.ckpt"
+
+
+class TwoMetrics(Scripted):
+    """Logs a second metric beside the scripted one."""
+
+    def __init__(self, values: list[float], others: list[float]) -> None:
+        super().__init__(values)
+        self.others = others
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("other", self.others[len(self.seen)])
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "best"),
+    [
+        ({}, [2, 4], 2),  # the older one ranks higher
+        ({"tie_monitor": "step", "tie_mode": "max"}, [6, 8], 8),
+        ({"tie_monitor": "other"}, [4, 8], 4),
+        ({"tie_monitor": "other", "tie_mode": "max"}, [2, 6], 6),
+    ],
+    ids=str,
+)
+def test_a_second_metric_decides_between_equal_values(
+    options: dict[str, Any], kept: list[int], best: int, tmp_path: Path
+) -> None:
+    task = TwoMetrics([1, 1, 1, 1, 2], [5, 1, 7, 2, 0])
+    callback = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, **options)
+    fit(task, tmp_path, 5, [callback])
+    assert sorted(step_of(path) or 0 for path in callback.best_k_models) == kept
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
+    assert step_of(callback.best_model_path) == best
+
+
+def test_a_resumed_run_knows_the_second_metric_of_its_checkpoints(tmp_path: Path) -> None:
+    def run(values: list[float], others: list[float], resume: str | None) -> ModelCheckpoint:
+        callback = ModelCheckpoint(tmp_path, monitor="val_loss", tie_monitor="other")
+        task = TwoMetrics(values, others)
+        task.seen = [] if resume is None else [0]
+        fit(task, tmp_path, len(values), [callback], resume=resume)
+        return callback
+
+    first = run([1], [3], None).best_model_path
+    assert step_of(run([1, 1], [3, 4], first).best_model_path) == 2
+    assert step_of(run([1, 1], [3, 2], first).best_model_path) == 4
+
+
+def test_a_second_metric_needs_a_first_and_has_to_be_logged(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tie_monitor='other'\) decides between equal values of monitor"):
+        ModelCheckpoint(tie_monitor="other")
+    callback = ModelCheckpoint(tmp_path, monitor="val_loss", tie_monitor="others")
+    with pytest.raises(ConfigurationError, match=r"monitor='others'\): no metric of this name was logged.*'other'"):
+        fit(TwoMetrics([1], [1]), tmp_path, 1, [callback])
