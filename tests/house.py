@@ -457,7 +457,7 @@ ROOMS = {
     "runtime": (24, 3633),
     "strategies": (59, 10934),
     "trackers": (18, 2959),
-    "trainer": (46, 9728),
+    "trainer": (46, 9732),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 class DataHooks:
     """Hooks that create data loaders, prepare data, and move batches to the device."""
 
+    def on_batch_size_too_large(self, batch_size: int) -> None:
+        """Prepare for a smaller batch size, after a batch-size search ran out of memory.
+
+        Release caches here, or change what the loaders of the next trial return. Called on all processes.
+
+        Args:
+            batch_size: The size that was tried.
+        """
+
     def prepare_data(self) -> None:
         """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
 

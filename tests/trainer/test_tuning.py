@@ -365,6 +365,37 @@ def test_memory_that_lacks_on_one_process_lacks_on_all() -> None:
     assert run_in_processes(sized_on_two) == [(5, 5), (5, 5)]
 
 
+def told_on_two() -> tuple[int | None, list[int], list[int]]:
+    class Data(DataModule):
+        rows = 2
+
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(TensorDataset(torch.ones(100, 1)), batch_size=self.rows)
+
+        def on_batch_size_too_large(self, batch_size: int) -> None:
+            self.told.append(batch_size)
+
+    class Told(LacksOnOne):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[int] = []
+
+        def on_batch_size_too_large(self, batch_size: int) -> None:
+            self.told.append(batch_size)
+
+    task, data = Told(), Data()
+    tuner = Tuner(make_trainer(strategy="ddp", limit_val_batches=0))
+    found = tuner.scale_batch_size(task, datamodule=data, mode="binsearch", margin=0, batch_arg_name="rows")
+    return found, task.told, data.told
+
+
+def test_task_and_data_module_are_told_on_all_processes_that_a_size_is_too_large() -> None:
+    assert run_in_processes(told_on_two) == [(5, [8, 6], [8, 6])] * 2
+
+
 def test_a_batch_of_one_that_does_not_fit_is_an_error_and_the_size_is_as_before() -> None:
     class Never(Sized):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:

@@ -103,6 +103,14 @@ def test_several_processes_are_refused_in_one_sentence(way: str, tmp_path: Path)
     assert "AttributeError" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["--help", "env", "runs", "launch --help", "config --config_file c.yaml default"])
+def test_commands_that_start_no_processes_work(command: str, tmp_path: Path) -> None:
+    script = f"{WITHOUT}\nfrom drivetrain.cli.main import main\nsys.argv[1:] = {command.split()}\nmain()"
+    done = run(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert "AttributeError" not in done.stderr
+
+
 def test_a_run_is_written_listed_saved_and_resumed(tmp_path: Path) -> None:
     done = run(tmp_path, WITHOUT + OPENS_NO_DIRECTORY + RUN)
     assert done.returncode == 0, done.stderr

@@ -137,6 +137,9 @@ class _Trials:
                     fitting, successes = size, successes + 1
                 else:
                     lacking, failure = size, made.failure or failure
+                    self._task.on_batch_size_too_large(size)
+                    if self._trainer.datamodule is not None:
+                        self._trainer.datamodule.on_batch_size_too_large(size)
                 following = tried.next_size(fitting, lacking, self._most)
                 self._report(size, made.enough, following if successes < tried.max_trials else None)
                 if following is None and not fitting:
