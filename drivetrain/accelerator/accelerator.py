@@ -420,9 +420,14 @@ class EngineStatus:
         return accelerate_name(self.precision, self.strategy)
 
     @property
+    def device(self) -> torch.device:
+        """The device on which this process trains, such as `cuda:0`."""
+        return self.strategy.topology.device
+
+    @property
     def kind(self) -> DeviceKind:
-        """The kind of device on which the run trains, such as CUDA GPUs or the CPU."""
-        return self.state.kind
+        """The kind of device on which the run trains, such as CUDA or the CPU."""
+        return self.strategy.topology.kind
 
     @property
     def device_placement(self) -> bool:
@@ -1162,7 +1167,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         Args:
             autocast_handler: Options of this context. `AutocastKwargs(enabled=False)` computes in full precision.
         """
-        return autocast_context(self.precision, self.state.kind, autocast_handler)
+        return autocast_context(self.precision, self.kind, autocast_handler)
 
     def maybe_context_parallel(
         self,

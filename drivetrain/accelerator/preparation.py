@@ -745,7 +745,7 @@ class Preparation:
             data_loader,
             shard=shard,
             place=place,
-            device=(self._state.kind, self._state.device) if moves else None,
+            device=(self._strategy.topology.kind, self._strategy.topology.device) if moves else None,
             sends_ahead=copies,
             config=config,
             tail=_tail(config.even_batches) if tail is None else tail,
@@ -763,7 +763,7 @@ class Preparation:
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        kind, device = self._state.kind, self._state.device
+        kind, device = self._strategy.topology.kind, self._strategy.topology.device
         if kind.name == "cpu":
             return None
         non_blocking = self.options.dataloader_config.non_blocking or kind.supports_streams
@@ -806,7 +806,7 @@ class Preparation:
         self._prepared.clear()
         self._step.window.reset()
         gc.collect()
-        self._state.kind.empty_cache()
+        self._strategy.topology.kind.empty_cache()
         return [None for _ in objects]
 
     def _moves(self, device_placement: bool | None) -> bool:

@@ -119,10 +119,7 @@ class PartialState:
                 return
             wanted, number = get_device(asked)
             if wanted is not self.kind or (number is not None and self.kind.device(number) != self.device):
-                raise ConfigurationError(
-                    f"This process already runs on {str(self.device)!r}, so it cannot be moved to {asked!r}. "
-                    "Select the device in the first Accelerator, Trainer or PartialState that is created.",
-                )
+                raise ConfigurationError(_another_device(self.device, asked))
             return
         if asked is None and _is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU"):
             asked = "cpu"
@@ -156,6 +153,25 @@ class PartialState:
             self.call_comparison = CallComparison(own_store, environment.rank, environment.world_size, limit)
         # Last, because `environment` marks the state as complete: an error above must not leave half of it.
         self.environment, self.kind, self.device = environment, kind, chosen
+
+    def move_to(self, kind: DeviceKind, device: torch.device) -> None:
+        """Run on another device from now on, in a process without a process group.
+
+        Used by the Trainer: each Trainer of a process may have a device of its own, and selects it when it runs.
+
+        Args:
+            kind: Kind of the device.
+            device: The device.
+
+        Raises:
+            ConfigurationError: If the process belongs to a process group.
+        """
+        if device == self.device:
+            return
+        if self.environment.is_distributed:
+            raise ConfigurationError(_another_device(self.device, device))
+        kind.set_device(device)
+        self.kind, self.device = kind, device
 
     @property
     def initialized(self) -> bool:
@@ -468,6 +484,13 @@ class PartialState:
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
+
+
+def _another_device(device: torch.device, asked: object) -> str:
+    return (
+        f"This process already runs on {str(device)!r}, so it cannot be moved to {str(asked)!r}. Select the device in "
+        "the first Accelerator, Trainer or PartialState that is created."
+    )
 
 
 def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:

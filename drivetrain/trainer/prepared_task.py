@@ -17,6 +17,7 @@ from drivetrain.accelerator.step import StepHooks
 from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
@@ -78,6 +79,9 @@ class TaskRun:
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
         self.stage, self.checkpoint_path = stage, None
+        state, topology = PartialState.existing(), self.trainer.strategy.topology
+        if state is not None and not state.environment.is_distributed:
+            state.move_to(topology.kind, topology.device)  # a Trainer of another device may have run since
         # Before anything else runs: hooks and loaders may use `self.trainer`.
         task.trainer = self.trainer
         if data is not None:

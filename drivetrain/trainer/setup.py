@@ -25,6 +25,7 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
+from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, started_by_verbs
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
@@ -101,6 +102,8 @@ def make_accelerator(
         device = "cpu"  # CUDA cannot be used in a forked process
     elif numbers is not None:
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
+    if device is not None:
+        _move_process(device)
     return Accelerator(
         strategy=strategy,
         # Precisions have names; 16 and 32 are common shorthands.
@@ -109,6 +112,16 @@ def make_accelerator(
         device=device,
         dynamo_plugin=compilation,
     )
+
+
+def _move_process(device: str) -> None:
+    """Move a process without a process group to the device of a new Trainer, if an earlier one ran on another."""
+    state = PartialState.existing()
+    if state is None or state.environment.is_distributed:
+        return
+    kind, number = get_device(device)
+    if kind is not state.kind or number is not None:
+        state.move_to(kind, kind.device(number or 0))
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:
