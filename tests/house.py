@@ -446,7 +446,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3308),
+    "accelerator": (12, 3311),
     "callbacks": (33, 7115),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
@@ -454,10 +454,10 @@ ROOMS = {
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4269),
-    "runtime": (24, 3633),
+    "runtime": (24, 3674),
     "strategies": (59, 10934),
     "trackers": (18, 2959),
-    "trainer": (46, 9732),
+    "trainer": (46, 9746),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

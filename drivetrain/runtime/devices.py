@@ -6,8 +6,12 @@ parties add kinds with `register_device`.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
 import importlib.util
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -20,15 +24,8 @@ from drivetrain.runtime.host import host_memory
 DeviceName = Literal["auto", "cpu", "cuda", "gpu", "mps", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "xla", "tpu"]
 """Names of the built-in device kinds, which editors complete. `"auto"` detects one."""
 
-_VISIBLE_VARIABLES = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "mlu": "MLU_VISIBLE_DEVICES",
-    "musa": "MUSA_VISIBLE_DEVICES",
-    "sdaa": "SDAA_VISIBLE_DEVICES",
-    "hpu": "HABANA_VISIBLE_MODULES",
-}
+ENTRY_POINTS = "drivetrain.devices"
+"""Group of entry points by which other packages add kinds of devices."""
 
 
 class DeviceKind:
@@ -38,6 +35,9 @@ class DeviceKind:
         name: torch's device type, which users also write, such as `"cuda"`.
         backend: Process-group backend for collectives over tensors on this kind of device.
         aliases: Other names that users may write.
+        package: Package that adds the device type to torch, such as `"torch_npu"`. It is imported when the kind is
+            asked for.
+        visible_variable: Environment variable that selects visible devices, such as `"CUDA_VISIBLE_DEVICES"`.
 
     Attributes:
         drives_all: True if one process drives all devices of a machine, instead of one device per process.
@@ -55,10 +55,26 @@ class DeviceKind:
     drives_all: bool = False
     strategies: tuple[str, ...] = ()
 
-    def __init__(self, name: str, backend: str, aliases: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: str,
+        aliases: tuple[str, ...] = (),
+        *,
+        package: str | None = None,
+        visible_variable: str | None = None,
+    ) -> None:
         self.name = name
         self.backend = backend
         self.aliases = aliases
+        self.package = package
+        self.visible_variable = visible_variable
+
+    def load(self) -> None:
+        """Import the package that adds this device type to torch, if it is installed and not imported yet."""
+        package = self.package
+        if package and self.module is None and importlib.util.find_spec(package.partition(".")[0]) is not None:
+            importlib.import_module(package)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Kinds are compared by identity, so copies and unpickled kinds must be the registered object.
@@ -68,11 +84,6 @@ class DeviceKind:
     def module(self) -> Any:
         """Torch module of this device kind, such as `torch.cuda`, or None if torch was built without it."""
         return getattr(torch, self.name, None)
-
-    @property
-    def visible_variable(self) -> str | None:
-        """Name of the environment variable that selects visible devices (`CUDA_VISIBLE_DEVICES`), or None."""
-        return _VISIBLE_VARIABLES.get(self.name)
 
     @property
     def autocast_type(self) -> str:
@@ -456,14 +467,17 @@ def unregister_device(name: str) -> None:
 
 
 register_device(CPU())
-register_device(DeviceKind("cuda", backend="nccl", aliases=("gpu",)))
-register_device(MPS())
-register_device(DeviceKind("xpu", backend="xccl"))
-register_device(DeviceKind("npu", backend="hccl"))
-register_device(DeviceKind("mlu", backend="cncl"))
-register_device(DeviceKind("musa", backend="mccl"))
-register_device(DeviceKind("sdaa", backend="tccl"))
-register_device(DeviceKind("hpu", backend="hccl"))
+for _kind in (
+    DeviceKind("cuda", "nccl", ("gpu",), visible_variable="CUDA_VISIBLE_DEVICES"),
+    MPS(),
+    DeviceKind("xpu", "xccl", visible_variable="ZE_AFFINITY_MASK"),
+    DeviceKind("npu", "hccl", package="torch_npu", visible_variable="ASCEND_RT_VISIBLE_DEVICES"),
+    DeviceKind("mlu", "cncl", package="torch_mlu", visible_variable="MLU_VISIBLE_DEVICES"),
+    DeviceKind("musa", "mccl", package="torch_musa", visible_variable="MUSA_VISIBLE_DEVICES"),
+    DeviceKind("sdaa", "tccl", package="torch_sdaa", visible_variable="SDAA_VISIBLE_DEVICES"),
+    DeviceKind("hpu", "hccl", package="habana_frameworks.torch", visible_variable="HABANA_VISIBLE_MODULES"),
+):
+    register_device(_kind)
 _XLA = XLADevice()
 register_device(_XLA)
 ADDED.clear()
@@ -475,12 +489,15 @@ def get_device_kind(name: str) -> DeviceKind:
     Raises ConfigurationError for an unknown name and DeviceNotAvailableError if there is no such device.
     """
     base = name.split(":", 1)[0].lower()
+    if base not in _KINDS:
+        _register_entry_points()
     kind = _KINDS.get(base)
     if kind is None:
         raise ConfigurationError(
             f"Unknown device {name!r}. Known: {', '.join(sorted(_KINDS))}.{nearest(base, _KINDS)} "
             "Use drivetrain.register_device to add another kind.",
         )
+    kind.load()
     if not kind.is_available():
         raise DeviceNotAvailableError(
             f"Device {name!r} was requested, but {kind.why_absent()} "
@@ -515,9 +532,30 @@ def detect_device_kind() -> DeviceKind:
         return _XLA
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type in _KINDS:
-            return _KINDS[accelerator.type]
+        if accelerator is not None:
+            if accelerator.type not in _KINDS:
+                _register_entry_points()
+            return _KINDS.get(accelerator.type, _KINDS["cpu"])
     return _KINDS["cpu"]
+
+
+@functools.cache
+def _register_entry_points() -> None:
+    """Register the kinds of devices that installed packages add by entry points."""
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found = entry.load()
+            kind = found if isinstance(found, DeviceKind) else found()
+            if not isinstance(kind, DeviceKind):
+                raise TypeError(f"it is a {type(kind).__name__}, not a DeviceKind")
+            if kind.name not in _KINDS:
+                register_device(kind)
+        except Exception as error:
+            owner = entry.dist.name if entry.dist is not None else "an installed package"
+            warnings.warn(
+                f"The kind of device {entry.name!r} of {owner} cannot be used: {type(error).__name__}: {error}.",
+                stacklevel=4,
+            )
 
 
 def _kind_named(name: str) -> DeviceKind:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +16,9 @@ import torch
 from drivetrain import ConfigurationError, DeviceKind, DeviceNotAvailableError, PartialState, register_device
 from drivetrain.runtime import devices
 from drivetrain.runtime.devices import get_device_kind, unregister_device
+from tests.pool import ROOT
 from tests.runtime.pretend import Pretend, pretend_device
+from tests.simulated.devices import simulated as simulated
 
 BACKENDS = {
     "cpu": "gloo",
@@ -207,3 +214,132 @@ def test_the_accelerator_of_torch_is_detected_if_it_is_registered(monkeypatch: p
         assert devices.detect_device_kind() is kind
         state: Any = PartialState()
         assert state.kind is kind
+
+
+# packages that add devices
+
+VENDORS = {
+    "npu": "torch_npu",
+    "mlu": "torch_mlu",
+    "musa": "torch_musa",
+    "sdaa": "torch_sdaa",
+    "hpu": "habana_frameworks.torch",
+}
+VENDOR = """
+import sys, types, torch
+module = types.ModuleType("{name}")
+module.is_available, module.device_count = lambda: True, lambda: 3
+torch.{name} = module
+"""
+ASKS = """
+import sys
+from drivetrain import PartialState
+from drivetrain.runtime.devices import get_device_kind
+
+PartialState(cpu=True)
+before = {package!r} in sys.modules
+kind = get_device_kind({name!r})
+print(before, {package!r} in sys.modules, kind.count())
+"""
+
+
+@pytest.mark.parametrize(("name", "package"), VENDORS.items())
+def test_a_vendors_package_is_imported_when_its_kind_is_asked_for(name: str, package: str, tmp_path: Path) -> None:
+    place = tmp_path.joinpath(*package.split("."))
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text(VENDOR.format(name=name))
+    assert run_with(tmp_path, ASKS.format(name=name, package=package)).stdout.split() == ["False", "True", "3"]
+
+
+def run_with(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process that finds the packages of a folder."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+
+
+def install(folder: Path, name: str, entry: str, module: str, code: str) -> None:
+    """Install a distribution with one module and an entry point for a kind of device, as pip does it."""
+    (folder / f"{module}.py").write_text(code)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[drivetrain.devices]\n{entry}\n")
+
+
+CHIP = """
+import torch
+from drivetrain import DeviceKind
+from drivetrain.runtime.devices import unregister_device
+from tests.simulated import collectives, devices
+
+def kind():
+    devices.start(1)
+    unregister_device("sim")  # nothing of the test's own is left: the entry point's kind is used
+    return DeviceKind("sim", backend=collectives.BACKEND)
+"""
+TRAINS = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Task, Trainer
+
+class Learns(Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = Trainer(accelerator={device!r}, max_epochs=1, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+task = Learns()
+before = task.layer.weight.detach().clone()
+trainer.fit(task, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+print("chip" in sys.modules, task.layer.weight.device, not torch.equal(before, task.layer.weight.cpu()))
+"""
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_package_adds_its_device_by_an_entry_point(tmp_path: Path) -> None:
+    install(tmp_path, "chip-for-drivetrain", "sim = chip:kind", "chip", CHIP)
+    last = run_with(tmp_path, TRAINS.format(device="sim")).stdout.splitlines()[-1]
+    assert last == "True sim:0 True"
+
+
+def test_no_entry_point_is_loaded_for_a_known_kind(tmp_path: Path) -> None:
+    install(tmp_path, "chip-for-drivetrain", "sim = chip:kind", "chip", "raise RuntimeError('loaded')")
+    last = run_with(tmp_path, TRAINS.format(device="cpu")).stdout.splitlines()[-1]
+    assert last == "False cpu True"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise RuntimeError('no driver')", "RuntimeError: no driver."),
+        ("kind = lambda: 3", "TypeError: it is a int, not a DeviceKind."),
+    ],
+)
+def test_a_broken_entry_point_is_named_and_others_are_used(code: str, said: str, tmp_path: Path) -> None:
+    install(tmp_path, "broken-chip", "broken = broken_chip:kind", "broken_chip", code)
+    good = "from tests.runtime.pretend import Pretend\nkind = Pretend()"
+    install(tmp_path, "good-chip", "pretend = good_chip:kind", "good_chip", good)
+    script = "from drivetrain.runtime.devices import get_device_kind\nprint(get_device_kind('pretend').count())"
+    done = run_with(tmp_path, script)
+    assert done.stdout.split() == ["2"]
+    assert f"The kind of device 'broken' of broken-chip cannot be used: {said}" in done.stderr
+
+
+# fork
+
+KINDS_THAT_START = ["cuda", "xpu", "mps", *VENDORS]
+
+
+@pytest.mark.parametrize("name", KINDS_THAT_START)
+def test_a_started_device_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.started_device() is None
+    started = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(torch, name, started, raising=False)
+    assert devices.started_device() == name
