@@ -277,6 +277,12 @@ GRADIENT_ACCUMULATION = Setting(
     theirs="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 )
 
+_NO_ULYSSES = (
+    "DeepSpeed's ALST is not supported. Set parallelism_config_sp_size to 1, and split sequences over processes with "
+    "parallelism_config_cp_size."
+)
+
+
 DEEPSPEED = Group(
     "deepspeed_config",
     "deepspeed_",
@@ -313,6 +319,7 @@ DEEPSPEED = Group(
             "words",
             metavar="NAMES",
         ),
+        Setting("seq_parallel_communication_data_type", _IGNORED, metavar="DTYPE", inert=_NO_ULYSSES),
         Setting("deepspeed_hostfile", _IGNORED, metavar="FILE", inert=_OF_THE_OTHER_LAUNCHER),
         Setting("deepspeed_exclusion_filter", _IGNORED, inert=_OF_THE_OTHER_LAUNCHER),
         Setting("deepspeed_inclusion_filter", _IGNORED, inert=_OF_THE_OTHER_LAUNCHER),
@@ -323,11 +330,6 @@ DEEPSPEED = Group(
     also=(GRADIENT_ACCUMULATION,),
 )
 
-
-_NO_ULYSSES = (
-    "DeepSpeed's ALST is not supported. Set parallelism_config_sp_size to 1, and split sequences over processes with "
-    "parallelism_config_cp_size."
-)
 
 GRID = Group(
     "parallelism_config",
