@@ -13,6 +13,7 @@ from drivetrain import ConfigurationError, DrivetrainDeprecationWarning, Duratio
 from drivetrain.callbacks import Callback, EarlyStopping, EvaluationGather, LossSpikeGuard, ModelCheckpoint, Timer
 from drivetrain.callbacks.model_summary import summarize
 from tests.callbacks.tasks import Scripted, fit, numbers
+from tests.pool import device
 from tests.trainer.tasks import Weight, fitted, ones
 
 HOOKS = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")]
@@ -126,7 +127,7 @@ def test_the_best_checkpoint_of_another_trainers_run_is_refused(tmp_path: Path) 
     fit(Scripted(SECOND_FOLD), tmp_path, 2, [saving])
     with pytest.raises(ConfigurationError, match="another Trainer has since used the ModelCheckpoint"):
         first.validate(dataloaders=numbers(4, 4), ckpt_path="best")
-    only_tests = Trainer(callbacks=saving, logger=False, enable_progress_bar=False, accelerator="cpu")
+    only_tests = Trainer(callbacks=saving, logger=False, enable_progress_bar=False, accelerator=device())
     task = Scripted(SECOND_FOLD)
     assert only_tests.validate(task, numbers(4, 4), ckpt_path="best", verbose=False) == [{"val_loss": 1.0}]
 

@@ -56,7 +56,7 @@ def by_hand(epochs: int, at: int, batches: list[list[Tensor]]) -> Headed:
 
 def gap(task: nn.Module, other: nn.Module) -> float:
     pairs = zip(task.parameters(), other.parameters(), strict=True)
-    return max(float((one - two).detach().abs().max()) for one, two in pairs)
+    return max(float((one.cpu() - two.cpu()).detach().abs().max()) for one, two in pairs)
 
 
 def test_the_backbone_joins_at_its_epoch_at_a_rate_of_its_own(tmp_path: Path) -> None:

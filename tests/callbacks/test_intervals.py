@@ -30,7 +30,7 @@ from drivetrain.callbacks import (
     WeightHistograms,
     step_schedule,
 )
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 # 24 samples in batches of 2: 12 steps an epoch, 24 in two; a batch has 6 tokens.
 EVERY_SIX = ("6 steps", "12 samples", "36 tokens", "25%", Duration(12, "samples"))  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def loader() -> DataLoader[Any]:
 
 
 def run(callbacks: Sequence[Callback], tracker: Tracker | None, task: Task | None = None, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "logger": tracker or False}
+    settings: dict[str, Any] = {"max_epochs": 2, "accelerator": device(), "logger": tracker or False}
     settings |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     resume = options.pop("resume", None)
     trainer = Trainer(**{**settings, **options}, callbacks=list(callbacks))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drivetrain import MemoryMonitor, PartialState, Trainer, release_memory
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 from tests.trackers.test_registry import ListTracker
 from tests.trainer.tasks import Weight, ones
 
@@ -31,7 +31,7 @@ class Hoarding(Weight):
 
 
 def quiet(tracker: ListTracker | bool, **options: Any) -> Trainer:
-    given = {"max_epochs": 1, "accelerator": "cpu", "log_every_n_steps": 1, "enable_checkpointing": False}
+    given = {"max_epochs": 1, "accelerator": device(), "log_every_n_steps": 1, "enable_checkpointing": False}
     given |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": tracker}
     return Trainer(**(given | options))
 
@@ -47,7 +47,7 @@ def rows_of(tracker: ListTracker) -> list[dict[str, float]]:
 
 def test_what_a_step_keeps_shows() -> None:
     tracker = ListTracker()
-    PartialState(cpu=True)
+    PartialState(device=device())
     release_memory()  # what earlier tests have freed would be used again
     quiet(tracker, callbacks=[MemoryMonitor()]).fit(Hoarding(), ones(4))
     rows = rows_of(tracker)

@@ -56,7 +56,7 @@ def all_together(targets: Any) -> None:
 def gap(task: nn.Module, other: nn.Module) -> float:
     here, there = task.state_dict(), other.state_dict()
     assert here.keys() == there.keys()
-    return max(float((here[name] - there[name]).abs().max()) for name in here)
+    return max(float((here[name].cpu() - there[name].cpu()).abs().max()) for name in here)
 
 
 @pytest.mark.parametrize("lottery", [False, True])

@@ -11,6 +11,7 @@ from torch import nn
 
 from drivetrain import ConfigurationError, ModelSummary, RichModelSummary, Task, Trainer
 from drivetrain.callbacks.model_summary import ModuleTable
+from tests.pool import device
 from tests.trainer.tasks import Weight, ones
 
 
@@ -97,7 +98,7 @@ class Sized(Weight):
 
 def fit(tmp_path: Path, summary: ModelSummary) -> None:
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(max_steps=1, accelerator="cpu", callbacks=[summary], default_root_dir=tmp_path, **options)
+    trainer = Trainer(max_steps=1, accelerator=device(), callbacks=[summary], default_root_dir=tmp_path, **options)
     trainer.fit(Sized(), ones(1))
 
 

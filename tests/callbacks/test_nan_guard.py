@@ -35,7 +35,7 @@ def plain_run(left_out: set[tuple[int, int]], epochs: int = 2, batches: int = 6)
 
 
 def weights(task: Regression) -> list[Tensor]:
-    return [parameter.detach() for parameter in task.parameters()]
+    return [parameter.detach().cpu() for parameter in task.parameters()]
 
 
 class Recorder(Callback):

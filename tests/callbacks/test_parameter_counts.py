@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain import Accelerator, BitsAndBytes, QLoRA, Quantizer, quantize_model
 from drivetrain.callbacks.model_summary import ParameterCount, count_parameters, summarize
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 # Bytes of an element of a weight of 256 columns, with its scales.
 STORED: dict[str, tuple[Quantizer | str, float]] = {
@@ -59,7 +59,7 @@ def test_the_summary_shows_them() -> None:
 def counted_on_two_processes() -> list[ParameterCount]:
     found = []
     for strategy, base in (("ddp", "replicated"), ("fsdp", "replicated"), ("fsdp", "sharded")):
-        accelerator: Any = Accelerator(cpu=True, strategy=strategy)
+        accelerator: Any = Accelerator(device=device(), strategy=strategy)
         model = accelerator.prepare(QLoRA(rank=RANK, base=base).apply(made()))
         found.append(count_parameters(model, accelerator.strategy.state))
     return found

@@ -407,7 +407,8 @@ def test_waiting_for_data_is_seen_without_a_hook_in_the_step(tmp_path: Path) -> 
     whole = sum(each.seconds for each in samples)
     assert whole > 0.8  # 1.8 if the machine has nothing else to do
     assert sum(each.seconds * each.data for each in samples) / whole > 0.6
-    assert max(each.memory for each in samples) > 1e7
+    # On the CPU it is the process's memory, else the device's.
+    assert max(each.memory for each in samples) > (1e7 if device() == "cpu" else 1e3)
     assert samples[-1].lr == pytest.approx(1e-4)
 
 

@@ -72,7 +72,7 @@ def test_the_model_ends_as_torchs_own_average(
     trainer = train(task, tmp_path, [callback], batches=4, epochs=6, enable_checkpointing=False)
     average, other = by_torch(kind, 6, start, annealing, strategy)
     for name, value in average.module.state_dict().items():  # type: ignore[union-attr]
-        assert torch.allclose(task.state_dict()[name], value, atol=1e-6), name
+        assert torch.allclose(task.state_dict()[name].cpu(), value, atol=1e-6), name
     assert task.rates[:6] == pytest.approx(other.rates)
     assert len(task.rates) == (7 if kind is Normed else 6)
     assert (trainer.max_epochs, trainer.global_step) == (6, 24)

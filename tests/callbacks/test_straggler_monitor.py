@@ -13,7 +13,7 @@ import torch
 
 from drivetrain import Callback, ConfigurationError, StragglerMonitor, Trainer
 from drivetrain.callbacks.straggler_monitor import OwnTime
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 from tests.trackers.test_registry import ListTracker
 from tests.trainer.tasks import Weight, ones
 
@@ -52,7 +52,7 @@ def fit(forward: float, every: int) -> tuple[list[str], list[Any], list[tuple[An
     logging.getLogger("drivetrain").addHandler(messages)
     monitor = StragglerMonitor(every_n_steps=every, measured_steps=4)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=device(),
         strategy="ddp",
         max_epochs=2,
         logger=tracker,
@@ -110,7 +110,7 @@ def fit_with_a_slow_loader() -> tuple[list[str], Any]:
     logging.getLogger("drivetrain").addHandler(messages)
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     monitor = StragglerMonitor(every_n_steps=10, measured_steps=5)
-    trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=[monitor], **options)
+    trainer = Trainer(accelerator=device(), strategy="ddp", max_epochs=1, callbacks=[monitor], **options)
     trainer.fit(SlowOnRank1(0.0, 0.0), torch.utils.data.DataLoader(Loading()))
     return [line for line in messages.lines if "All processes wait for this one" in line], None
 

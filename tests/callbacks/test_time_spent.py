@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Callback, SpeedMonitor, Trainer
 from drivetrain.runtime.timing import TimeSpent
+from tests.pool import device
 from tests.trainer.tasks import Weight
 
 MANY = 64  # cores
@@ -144,7 +145,7 @@ def sentence_of(
         enable_model_summary=False,
         enable_checkpointing=False,
         num_sanity_val_steps=0,
-        accelerator="cpu",
+        accelerator=device(),
         default_root_dir=tmp_path,
         **options,
     )

@@ -52,7 +52,7 @@ def averaged_by_hand(batches: int = 6, epochs: int = 2, skip: int = 0, **options
 def gap(task: nn.Module, other: nn.Module) -> float:
     here, there = task.state_dict(), other.state_dict()
     assert here.keys() == there.keys()
-    return max(float((here[name].double() - there[name].double()).abs().max()) for name in here)
+    return max(float((here[name].cpu().double() - there[name].cpu().double()).abs().max()) for name in here)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_buffers_can_be_left_to_the_model(tmp_path: Path) -> None:
     task = Normed()
     train(task, tmp_path, [EMAWeightAveraging(decay=0.9, use_buffers=False)], enable_checkpointing=False)
     trained, _ = averaged_by_hand()
-    assert torch.equal(task.norm.running_mean, trained.norm.running_mean)  # type: ignore[arg-type]
+    assert torch.equal(task.norm.running_mean.cpu(), trained.norm.running_mean)  # type: ignore[arg-type]
 
 
 def test_validation_sees_the_average_and_training_does_not(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_validation_sees_the_average_and_training_does_not(tmp_path: Path) -> No
     trainer.fit(task, rows(6), rows(1))
     by_epoch = [averaged_by_hand(epochs=n, multi_avg_fn=get_ema_multi_avg_fn(0.9))[1].module for n in (1, 2, 3)]
     seen = task.validated[1:]  # the first is the sanity check's
-    assert torch.equal(task.validated[0], Normed().layer.weight)
+    assert torch.equal(task.validated[0].cpu(), Normed().layer.weight)
     for weight, expected in zip(seen, by_epoch, strict=True):
-        assert torch.allclose(weight, expected.layer.weight, atol=1e-6)  # type: ignore[arg-type, union-attr]
+        assert torch.allclose(weight.cpu(), expected.layer.weight, atol=1e-6)  # type: ignore[arg-type, union-attr]
 
 
 def test_a_checkpoint_has_both_and_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_checkpoint_has_both_and_a_resumed_run_continues_exactly(tmp_path: Pat
     quiet = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     quiet.validate(plain, rows(1), ckpt_path=path, verbose=False)
     expected, _ = averaged_at(7)
-    assert torch.allclose(plain.layer.weight, expected, atol=1e-6)
+    assert torch.allclose(plain.layer.weight.cpu(), expected, atol=1e-6)
 
 
 def averaged_at(steps: int) -> tuple[Tensor, int]:
@@ -173,7 +173,7 @@ def test_an_exception_in_a_validation_leaves_the_weights_that_are_trained(tmp_pa
     with pytest.raises(RuntimeError, match="in validation"):
         trainer.fit(task, rows(6), rows(1))
     trained, _ = averaged_by_hand(epochs=1)
-    assert torch.allclose(task.layer.weight, trained.layer.weight)
+    assert torch.allclose(task.layer.weight.cpu(), trained.layer.weight)
 
 
 def test_what_cannot_be_is_refused() -> None:

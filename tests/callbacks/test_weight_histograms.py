@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import ConfigurationError, Task, TensorBoardLogger, Trainer, WeightHistograms
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 from tests.trackers.test_registry import ListTracker
 
 
@@ -42,7 +42,7 @@ def fit(tracker: Any, strategy: str = "single", root: Any = None, **options: Any
     torch.set_num_threads(1)
     trainer = Trainer(
         max_epochs=1,
-        accelerator="cpu",
+        accelerator=device(),
         strategy=strategy,
         logger=tracker,
         callbacks=[WeightHistograms(every_n_steps=2, **options)],

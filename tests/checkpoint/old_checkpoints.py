@@ -27,6 +27,9 @@ STEPS, SAVED_AT = 7, 3
 
 ROWS = 16
 
+DEVICE = os.environ.get("DRIVETRAIN_TESTS_DEVICE", "cpu")
+"""`device()` of tests/pool.py, which earlier versions do not have."""
+
 
 class Counting(Callback):
     """Counts batches, and saves the run after a step.
@@ -88,7 +91,7 @@ def train(
     trainer = Trainer(
         max_steps=STEPS,
         max_epochs=2,
-        accelerator="cpu",
+        accelerator=DEVICE,
         strategy=strategy,
         default_root_dir=root,
         logger=False,
@@ -105,7 +108,7 @@ def train(
 def train_raw(save: str | None = None, resume: str | None = None) -> dict[str, Tensor]:
     """Train in a loop of one's own, from the beginning or from a checkpoint. Returns the weights."""
     set_seed(7)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=DEVICE)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -135,7 +138,7 @@ def make(archive: str) -> None:
         save_file(weights, f"{folder}/trainer.safetensors")
         train(folder, f"{folder}/weights_only", weights_only=True)
         save_file(train_raw(f"{folder}/accelerator"), f"{folder}/accelerator.safetensors")
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(device=DEVICE)
         accelerator.save_model(accelerator.prepare(network()), f"{folder}/exported")
         launched = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", __file__, folder, "fsdp"]
         subprocess.run(launched, check=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drivetrain import PartialState
 from drivetrain.checkpoint import load_run_state, save_run_state
 from drivetrain.checkpoint.storage import MANIFEST, LocalStorage
+from tests.pool import device
 
 DTYPES = [
     torch.float64,
@@ -62,7 +63,7 @@ def odd_tensors() -> dict[str, Tensor]:
 
 
 def alone() -> PartialState:
-    return PartialState(cpu=True)
+    return PartialState(device=device())
 
 
 def run_state(seed: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from drivetrain import FSDP, Accelerator, CheckpointError, ConfigurationError, load_checkpoint_in_model
 from drivetrain.checkpoint import read_foreign
 from tests.commands import drivetrain
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 
 class Counter:
@@ -88,7 +88,7 @@ def written(folder: Path, safe: bool = True, prefix: str = "") -> list[float]:
 
 
 def continued(folder: str, strategy: Any = "auto") -> list[float]:
-    accelerator = Accelerator(cpu=True, strategy=strategy)
+    accelerator = Accelerator(device=device(), strategy=strategy)
     model, optimizer, schedule = accelerator.prepare(*objects())
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
@@ -116,7 +116,7 @@ def test_a_converted_checkpoint_continues_the_same(tmp_path):
 def sharded(folder: str) -> list[float]:
     found = []
     for name in ("theirs", "ours"):
-        accelerator = Accelerator(cpu=True, strategy=FSDP())
+        accelerator = Accelerator(device=device(), strategy=FSDP())
         model, optimizer, _ = objects()
         model.drop.p = 0.0
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -171,7 +171,7 @@ def test_a_sampler_s_epoch_is_read_without_its_class(tmp_path):
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_are_saved_in_parts_and_loaded_back(tmp_path, safe):
-    accelerator, model = Accelerator(cpu=True), Tied()
+    accelerator, model = Accelerator(device=device()), Tied()
     accelerator.save_model(model, tmp_path, max_shard_size=20, safe_serialization=safe)
     suffix = "safetensors" if safe else "bin"
     assert len(list(tmp_path.glob(f"*-of-0000*.{suffix}"))) >= 2

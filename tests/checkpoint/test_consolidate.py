@@ -21,7 +21,7 @@ from drivetrain.checkpoint import save_run_state, save_safetensors
 from drivetrain.checkpoint.export import shard_limit
 from tests.checkpoint.states import alone, assert_same, run_state, write
 from tests.commands import drivetrain
-from tests.pool import ROOT, run_in_processes
+from tests.pool import ROOT, device, run_in_processes
 
 TRANSFORMERS = ROOT / ".venv-bench" / "bin" / "python"
 
@@ -287,7 +287,7 @@ def test_a_state_dict_is_written_in_the_same_files(tmp_path: Path) -> None:
 
 
 def test_the_accelerator_writes_a_models_weights(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=device())
     model = accelerator.prepare(nn.Linear(3, 2))
     accelerator.save_model(model, tmp_path / "out")
     assert_same(read(tmp_path / "out"), {"weight": model.weight.detach(), "bias": model.bias.detach()})

@@ -14,11 +14,11 @@ from torch import nn
 from drivetrain import Accelerator, CheckpointError, ProjectConfiguration
 from drivetrain.checkpoint import Checkpoint
 from tests.checkpoint.states import leftovers
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 
 def prepared() -> tuple[Accelerator, nn.Module]:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=device())
     return accelerator, accelerator.prepare(nn.Linear(2, 2))
 
 
@@ -99,7 +99,7 @@ def test_hooks_run_on_every_process(tmp_path: Path) -> None:
 
 def test_the_oldest_go_once_the_newest_is_there(tmp_path: Path) -> None:
     configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=configuration)
+    accelerator = Accelerator(device=device(), project_config=configuration)
     accelerator.prepare(nn.Linear(2, 2))
     for _ in range(4):
         accelerator.save_state(block=False)

@@ -35,7 +35,7 @@ from tests.checkpoint.states import (
     run_state,
     seed_of,
 )
-from tests.pool import ROOT, run_in_processes
+from tests.pool import ROOT, device, run_in_processes
 
 
 class SlowStorage(CountingStorage):
@@ -330,7 +330,7 @@ def test_an_error_that_nobody_asked_for_is_written_down_at_the_end(tmp_path: Pat
 
 
 def test_the_accelerator_saves_in_the_background(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=device())
     model = accelerator.prepare(torch.nn.Linear(3, 2))
     before = model.weight.detach().clone()
     accelerator.save_state(tmp_path / "one", block=False)

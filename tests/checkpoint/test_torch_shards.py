@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from drivetrain import FSDP, Accelerator, CheckpointError
 from drivetrain.checkpoint import read_foreign
 from tests.commands import drivetrain
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 SHARDS, WHOLE = "sharded", "full"
 
@@ -54,7 +54,8 @@ def steps(model: Any, optimizer: Any, schedule: Any, number: int = 3) -> list[fl
     losses = []
     for _ in range(number):
         optimizer.zero_grad()
-        loss = (model(torch.arange(12.0).reshape(4, 3)) - 1).square().mean()
+        inputs = torch.arange(12.0, device=next(model.parameters()).device).reshape(4, 3)
+        loss = (model(inputs) - 1).square().mean()
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -94,7 +95,7 @@ def written(folder: Path, kind: str = SHARDS) -> list[float]:
 
 
 def continued(folder: str) -> list[float]:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=device())
     prepared = accelerator.prepare(*objects())
     accelerator.load_state(folder)
     return steps(*prepared)
@@ -203,7 +204,7 @@ def saved_by_two(folder: str) -> list[float]:
     """Shards of torch's own FSDP on two processes, and what follows."""
     from torch.distributed.fsdp import fully_shard
 
-    Accelerator(cpu=True, strategy="ddp")  # whose process group torch's FSDP takes
+    Accelerator(device=device(), strategy="ddp")  # whose process group torch's FSDP takes
     model, _, _ = objects()
     fully_shard(model)
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
@@ -216,7 +217,7 @@ def saved_by_two(folder: str) -> list[float]:
 
 
 def continued_by_two(folder: str) -> list[float]:
-    accelerator = Accelerator(cpu=True, strategy=FSDP())
+    accelerator = Accelerator(device=device(), strategy=FSDP())
     prepared = accelerator.prepare(*objects())
     accelerator.load_state(folder)
     return steps(*prepared[:2], prepared[2].scheduler)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.pool import ROOT
+from tests.pool import DEVICE, ROOT, device
 from tests.pool_server import _free_port as free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -132,15 +132,18 @@ def launch(
     hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "hub"), "TOKENIZERS_PARALLELISM": "false"}
     environment = {**os.environ, **one_thread, **hub, "PYTHONPATH": path}
     if kind == "ours":
-        start = ["-m", "drivetrain", "launch", "--cpu", "--num_processes", str(processes), "--as", framework]
+        start = ["-m", "drivetrain", "launch", "--num_processes", str(processes), "--as", framework]
+        start += ["--cpu"] if device() == "cpu" else []
     elif processes > 1:
         # --standalone would have the ranks meet at this machine's name, which need not resolve.
         meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
         start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", *meeting]
     else:
         start = []
-    if kind == "original" and framework == "accelerate":
-        environment["ACCELERATE_USE_CPU"] = "true"
+    if kind == "original":
+        environment[DEVICE] = "cpu"
+        if framework == "accelerate":
+            environment["ACCELERATE_USE_CPU"] = "true"
     command = [sys.executable, *start, str(SEVERAL), str(listed)]
     done = subprocess.run(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout

@@ -84,6 +84,8 @@ def be_the_program(job: dict) -> int:
     sys.path[:0] = [str(script.parent), *job["path"]]
     sys.argv = [str(script), *job["arguments"]]
     try:
+        if os.environ.get("DRIVETRAIN_TESTS_DEVICE") == "sim":
+            importlib.import_module("tests.simulated.devices").start(int(os.environ.get("WORLD_SIZE", "1")))
         if job["before"]:
             importlib.import_module(f"tests.compat.{job['before'].removesuffix('.py')}").prepare()
         run_program(script, job["unlike"])

@@ -19,16 +19,18 @@ from drivetrain.compat.lightning.version import VERSION
 from tests.compat.lightning_cases import HOOKS, PAGE, PROGRAM, TOLERANCE, UNLIKE, content, recorded_runs, tasks
 from tests.compat.pages import written
 from tests.compat.running import furthest
-from tests.pool import ROOT
+from tests.pool import DEVICE, ROOT, device
 
-OURS = ["-m", "drivetrain", "launch", "--cpu", "--num_processes", "1", "--as", "lightning"]
+RUN = ROOT / "tests" / "simulated" / "run.py"
+OURS = ["-m", "drivetrain", "launch", "--num_processes", "1", "--as", "lightning"]
+OURS += ["--cpu"] if device() == "cpu" else [str(RUN)]
 
 
-def report(script: Path, root: Path, start: list[str]) -> dict[str, Any]:
+def report(script: Path, root: Path, start: list[str], **variables: str) -> dict[str, Any]:
     """What a program writes; all of one side runs in one process, which imports only once."""
     root.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
     command = [sys.executable, *start, str(script), str(root / "report.json")]
     ran = subprocess.run(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400
@@ -45,7 +47,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(script: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         root = tmp_path_factory.mktemp(script.stem)
-        return report(script, root / "original", []), report(script, root / "ours", OURS)
+        return report(script, root / "original", [], **{DEVICE: "cpu"}), report(script, root / "ours", OURS)
 
     return run
 

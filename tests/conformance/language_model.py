@@ -6,7 +6,7 @@ micro-batches is then visibly wrong, and only a token-exact mean agrees with one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain import Accelerator, Callback, Strategy, Task, Trainer
 from drivetrain.strategies.precision import Float16Mixed
 from tests.conformance.harness import MAX_NORM, Outcome, context_of, dtype_of, wide
+from tests.pool import device
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 48, 16, 32, 4, 4
 STEPS = 4
@@ -134,7 +135,7 @@ class Run:
     ragged: bool = False
     samples: int | None = None
     layers: int = LAYERS
-    device: str = "cpu"
+    device: str = field(default_factory=device)
 
     def data(self) -> Texts:
         return Texts(self.samples or LOCAL_ROWS * self.world * self.accumulate * STEPS, self.ragged)

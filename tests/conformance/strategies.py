@@ -12,6 +12,7 @@ from typing import Any
 
 from drivetrain import DDP, FSDP, XLA, XLAFSDP, Colwise, DeepSpeed, Megatron, Parallel, Rowwise
 from tests.conformance.test_parallel import layers_split
+from tests.pool import device
 from tests.strategies.xla.running import environment
 
 LANGUAGE, LAYERS = "language model", "layers of megatron-core"
@@ -40,7 +41,7 @@ class Row:
     @property
     def device(self) -> str:
         """The kind of device."""
-        return "xla" if self.devices else "cpu"
+        return "xla" if self.devices else device()
 
     @property
     def env(self) -> Mapping[str, str | None]:

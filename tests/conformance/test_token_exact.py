@@ -11,7 +11,7 @@ import torch
 
 from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, Task, Trainer
 from tests.conformance.language_model import DRIVERS, LOCAL_ROWS, Run, check, train_plain
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 WHOLE = [Run(ragged=True, accumulate=accumulate) for accumulate in (1, 3)]
 # Three global batches and a bit: processes then hold batches of different sizes, or none.
@@ -79,7 +79,7 @@ def test_averaging_means_would_be_visibly_wrong(run):
             norms.append(trainer.strategy.gradients.clip_norm(list(task.parameters()), float("inf")).item())
 
     Trainer(
-        accelerator="cpu",
+        accelerator=device(),
         accumulate_grad_batches=2 * run.accumulate,  # the global batch in halves, as two processes would have it
         max_epochs=1,
         callbacks=[Norms()],
@@ -109,7 +109,7 @@ def fit(outputs: list[Any]) -> TwoWeights:
     torch.manual_seed(0)
     task = TwoWeights(outputs)
     Trainer(
-        accelerator="cpu",
+        accelerator=device(),
         max_epochs=1,
         accumulate_grad_batches=len(outputs),
         logger=False,
@@ -148,9 +148,9 @@ def test_weights_that_mean_nothing_are_refused(outputs, message):
 
 
 def test_the_accelerator_refuses_to_mix_losses_with_and_without_weight():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(device=device(), gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 1)).sum(), weight=3)
+        accelerator.backward(model(torch.ones(1, 1, device=accelerator.device)).sum(), weight=3)
     with accelerator.accumulate(model), pytest.raises(ConfigurationError, match="others do not"):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
+        accelerator.backward(model(torch.ones(1, 1, device=accelerator.device)).sum())

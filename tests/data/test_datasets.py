@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, PartialState
 from drivetrain.data import DataLoaderConfiguration, DataShard, prepare_loader
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 pytestmark = pytest.mark.compat
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
@@ -61,11 +61,11 @@ def seen_of_parts(kind: str, dispatch: bool | None) -> list[int]:
     """What this process reads of a table or stream that `split_dataset_by_node` has divided."""
     from datasets.distributed import split_dataset_by_node
 
-    state = PartialState(cpu=True)
+    state = PartialState(device=device())
     table = datasets.Dataset.from_dict({"x": list(range(16))})
     whole = table.to_iterable_dataset(num_shards=4) if kind == "stream" else table
     part = split_dataset_by_node(whole, state.process_index, state.num_processes).with_format("torch")
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    accelerator = Accelerator(device=device(), dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     return [n for batch in accelerator.prepare(DataLoader(part, 2)) for n in batch["x"].tolist()]
 
 

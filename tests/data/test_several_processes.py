@@ -37,7 +37,7 @@ from tests.data.kinds import (
     rows_of,
     seed_everything,
 )
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 
 EPOCHS = 2
 SEED = 5
@@ -394,7 +394,7 @@ class OwnPart(IterableDataset[int]):
 
 def read_parts(options: dict[str, Any]) -> tuple[str, list[int], list[int]]:
     """The error, what was read, and what gathering gave."""
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    accelerator = Accelerator(device=device(), dataloader_config=DataLoaderConfiguration(**options))
     loader = accelerator.prepare(DataLoader(OwnPart(), 3))
     rows, gathered = [], []
     try:
@@ -491,7 +491,7 @@ class Counting(IterableDataset[int]):
 
 def read_by_default(kind: str) -> tuple[str, int, bool]:
     """The error, how many samples were read, and whether the random state stayed this process's own."""
-    state = PartialState(cpu=True)
+    state = PartialState(device=device())
     seed_everything(state.process_index)
     loader: Any = ReadyParts()
     if kind == "PartByEnvironment":
@@ -520,7 +520,7 @@ def test_parts_are_recognised_however_a_stream_finds_its_rank(kind: str) -> None
 
 def read_tables() -> list[str]:
     """The errors of datasets of which each process holds a part, all, or another selection that overlaps."""
-    rank = PartialState(cpu=True).process_index
+    rank = PartialState(device=device()).process_index
     tables: list[Any] = [
         Subset(Numbers(16), range(rank, 16, 2)),
         Subset(Subset(Numbers(16), list(range(16))), range(8 * rank, 8 * rank + 8)),

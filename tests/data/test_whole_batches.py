@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from drivetrain import PartialState
 from drivetrain.data import DataShard, TailPolicy, prepare_loader
 from drivetrain.data.map_style import WholeBatches, read_at_once
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start
@@ -186,7 +186,7 @@ def test_a_collate_function_of_the_users_gets_samples() -> None:
 
 def shares(workers: int) -> dict[str, list[Any]]:
     """This process's batches of each kind of dataset, which workers read where there are some."""
-    state = PartialState(cpu=True)
+    state = PartialState(device=device())
     found = {}
     for name, make in DATASETS.items():
         generator = torch.Generator().manual_seed(3)

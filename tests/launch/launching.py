@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.pool import DEVICE, ROOT, device
+
 _FROM_LAUNCHERS = (
     "DRIVETRAIN_",
     "TORCHELASTIC_",
@@ -54,7 +56,16 @@ class Ended:
 def clean_environment(**variables: str) -> dict[str, str]:
     """This process's variables without those that a launcher sets, and with these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FROM_LAUNCHERS)}
-    return {**kept, **variables}
+    return {**kept, DEVICE: device(), **variables}
+
+
+def on_device(*arguments: str | Path) -> list[str]:
+    """The arguments of `drivetrain launch` that let `script.py` run on devices of the kind that `--device` names."""
+    given = [str(each) for each in arguments]
+    if device() == "cpu":
+        return ["--cpu", *given]
+    at = given.index("script.py")
+    return [*given[:at], str(ROOT / "tests" / "simulated" / "run.py"), *given[at:]]
 
 
 def write_script(directory: Path, source: str, name: str = "script.py") -> Path:

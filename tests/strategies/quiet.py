@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain import Trainer
+from tests.pool import device
 
 
 def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
     """One epoch on the CPU, unless `options` say otherwise."""
     return Trainer(
         **{
-            "accelerator": "cpu",
+            "accelerator": device(),
             "strategy": strategy,
             "max_epochs": 1,
             "logger": False,

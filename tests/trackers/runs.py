@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain import Accelerator, GeneralTracker, Task, Tracker, Trainer
+from tests.pool import device
 from tests.trainer.tasks import Shuffled
 
 PLANTED = "planted-key-0123456789"
@@ -68,7 +69,7 @@ def fit(directory: Path, logger: Tracker, task: Task | None = None, **options: A
     resume = options.pop("resume", None)
     settings = {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, **options}
     trainer = Trainer(
-        accelerator="cpu", logger=[logger, reference], log_every_n_steps=1, default_root_dir=directory, **settings
+        accelerator=device(), logger=[logger, reference], log_every_n_steps=1, default_root_dir=directory, **settings
     )
     trainer.fit(Planted(**secrets()) if task is None else task, Shuffled.data(), resume=resume)
     return trainer, reference
@@ -90,7 +91,7 @@ def raw_loop(
 ) -> dict[tuple[str, int], float]:
     """A loop over the Accelerator, with the state of the run saved in its middle, or resumed from there."""
     reference = Reference()
-    accelerator = Accelerator(cpu=True, log_with=[name, reference], project_dir=directory)
+    accelerator = Accelerator(device=device(), log_with=[name, reference], project_dir=directory)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if resume is not None:
@@ -98,7 +99,7 @@ def raw_loop(
     accelerator.init_trackers("raw", config={"lr": 0.1, **secrets()}, init_kwargs={name: init_kwargs})
     steps = range(4) if resume is None else range(2, 6)
     for step in steps:
-        loss = model(torch.full((4, 2), float(step))).square().mean()
+        loss = model(torch.full((4, 2), float(step), device=accelerator.device)).square().mean()
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()

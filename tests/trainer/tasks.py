@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain import Callback, Task, Tracker, Trainer
+from tests.pool import device
 
 
 def rows(values: Iterable[float], batch_size: int = 1, **options: Any) -> DataLoader[Any]:
@@ -150,7 +151,7 @@ class Count(Callback):
 def quiet(callbacks: Sequence[Callback] | Callback | None = None, **options: Any) -> Trainer:
     """A trainer on the CPU with nothing around the loop but what is asked for."""
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": device(),
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,

@@ -9,6 +9,7 @@ import pytest
 
 from drivetrain import Accelerator, ConfigurationError, Trainer
 from drivetrain.trainer.setup import logger
+from tests.pool import device
 from tests.trainer.tasks import Weight, fitted, ones
 
 STEPS = "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS"
@@ -51,7 +52,7 @@ def test_the_window_is_the_trainers_own_else_the_accelerators_else_the_launchers
         monkeypatch.setenv(STEPS, launched)
     options: dict[str, Any] = {} if given is None else {"accumulate_grad_batches": given}
     if engine is not None:
-        options["accelerator"] = Accelerator(cpu=True, gradient_accumulation_steps=engine)
+        options["accelerator"] = Accelerator(device=device(), gradient_accumulation_steps=engine)
     trainer = fitted(Weight(), ones(4), **options)
     assert (trainer.accumulate_grad_batches, trainer.global_step) == (expected, 4 // expected)
     assert [announced in message for message in logged()] == [True] if announced else logged() == []
@@ -73,5 +74,5 @@ def test_sync_batchnorm_under_a_launchers_strategy_is_refused(
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match=rf"sync_batchnorm=True.*the launcher selected strategy='{name}'"):
-        Trainer(accelerator="cpu", sync_batchnorm=True)
-    assert Trainer(accelerator="cpu", strategy="ddp", sync_batchnorm=True, logger=False).strategy.name == "single"
+        Trainer(accelerator=device(), sync_batchnorm=True)
+    assert Trainer(accelerator=device(), strategy="ddp", sync_batchnorm=True, logger=False).strategy.name == "single"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 
@@ -54,7 +55,8 @@ def main() -> None:
     train_dataloader = training.to_dataloader(train=True, batch_size=16, num_workers=0)
     # One sample: the root of a batch's mean square depends on which samples the batch holds.
     val_dataloader = validation.to_dataloader(train=False, batch_size=1, num_workers=0)
-    places = {"accelerator": "cpu", "devices": processes, "strategy": "ddp" if processes > 1 else "auto"}
+    device, strategy = os.environ.get("DRIVETRAIN_TESTS_DEVICE", "cpu"), "ddp" if processes > 1 else "auto"
+    places = {"accelerator": device, "devices": processes, "strategy": strategy}
     trainer = pl.Trainer(
         max_epochs=2,
         gradient_clip_val=0.1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -17,6 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+DEVICE = os.environ.get("DRIVETRAIN_TESTS_DEVICE", "cpu")
 
 STAGES = ("train", "validation", "test", "predict")
 AROUND = ("setup", "teardown", "state_dict", "load_state_dict")
@@ -152,7 +155,11 @@ def trainer(root: str, events: Events, **options: Any) -> L.Trainer:
     callbacks = [First(events), Second(events), *options.pop("callbacks", [])]
     saves = {"enable_checkpointing": len(callbacks) > 2}
     return L.Trainer(
-        default_root_dir=root, accelerator="cpu", devices=1, callbacks=callbacks, **{**quiet, **saves, **options}
+        default_root_dir=root,
+        accelerator=DEVICE,
+        devices=1,
+        callbacks=callbacks,
+        **{**quiet, **saves, **options},
     )
 
 

@@ -6,6 +6,7 @@ Nothing here is of drivetrain: the same file runs under Lightning and, with ours
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -30,6 +31,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+DEVICE = os.environ.get("DRIVETRAIN_TESTS_DEVICE", "cpu")
+
 Report = dict[str, float]
 TASKS: dict[str, Callable[[str], Report]] = {}
 
@@ -43,7 +46,12 @@ def task(run: Callable[[str], Report]) -> Callable[[str], Report]:
 def trainer(root: str, **options) -> L.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "max_epochs": 2}
     checkpoints = {"enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in options.get("callbacks", []))}
-    return L.Trainer(default_root_dir=root, accelerator="cpu", devices=1, **{**quiet, **checkpoints, **options})
+    return L.Trainer(
+        default_root_dir=root,
+        accelerator=DEVICE,
+        devices=1,
+        **{**quiet, **checkpoints, **options},
+    )
 
 
 def table(rows: int = 64, columns: int = 8, classes: int = 3) -> TensorDataset:
