@@ -52,6 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for lane in LANES:
             if item.get_closest_marker(lane) and not has_tests_of(lane, item.path):
                 raise pytest.UsageError(f"{item.nodeid} is of the lane {lane}, which its file does not show")
+    for item in items if config.getoption("--device") != "cpu" else ():
+        if only := item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason=f"runs on the CPU alone: {only.args[0]}"))
     if NO_DEVICE in config.stash:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=config.stash[NO_DEVICE]))

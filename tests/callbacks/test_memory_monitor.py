@@ -26,7 +26,7 @@ class Hoarding(Weight):
         self.kept: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.kept.append(torch.ones(MIB * 2 * (1 + self.trainer.global_rank)))
+        self.kept.append(torch.ones(MIB * 2 * (1 + self.trainer.global_rank), device=self.w.device))
         return super().training_step(batch, batch_idx)
 
 

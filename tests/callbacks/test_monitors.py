@@ -169,6 +169,7 @@ def test_the_norm_of_the_gradients_is_that_before_clipping(tmp_path: Path) -> No
         assert torch.tensor(parts).norm().item() == pytest.approx(float(norm))
 
 
+@pytest.mark.cpu("the values of a device come in their place")
 def test_the_load_of_the_machine_is_logged_at_both_ends_of_a_batch(tmp_path: Path) -> None:
     values = logged(tmp_path, DeviceStatsMonitor())
     names = {name for _, row in values for name in row}
@@ -179,6 +180,7 @@ def test_the_load_of_the_machine_is_logged_at_both_ends_of_a_batch(tmp_path: Pat
     assert not logged(tmp_path, DeviceStatsMonitor(cpu_stats=False))
 
 
+@pytest.mark.cpu("the values of a device come in their place")
 def test_values_of_the_device_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = logged(tmp_path, DeviceStatsMonitor(filter_keys={"cpu_percent", "unknown"}))
     assert {name.partition("/")[2] for _, row in values for name in row} == {"cpu_percent"}

@@ -30,7 +30,7 @@ from drivetrain.callbacks.report.run_facts import commit_of
 from drivetrain.callbacks.report.run_report import Clock, ReportWriter
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
-from tests.pool import ROOT, ProcessesFailed, run_in_processes
+from tests.pool import ROOT, ProcessesFailed, device, run_in_processes
 from tests.trackers.test_report_page import charts_in, shown
 from tests.trainer.tasks import Kept
 

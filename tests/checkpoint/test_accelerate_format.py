@@ -98,12 +98,14 @@ def continued(folder: str, strategy: Any = "auto") -> list[float]:
     return steps(model, optimizer, schedule, 3)
 
 
+@pytest.mark.cpu("the dropout of the run that wrote them drew from the CPU's generator")
 @pytest.mark.parametrize(("safe", "prefix"), [(True, ""), (False, ""), (False, "module.")])
 def test_a_run_continues_from_accelerate_s_files(tmp_path, safe, prefix):
     expected = written(tmp_path / "theirs", safe, prefix)
     assert continued(str(tmp_path / "theirs")) == expected
 
 
+@pytest.mark.cpu("the dropout of the run that wrote them drew from the CPU's generator")
 def test_a_converted_checkpoint_continues_the_same(tmp_path):
     expected = written(tmp_path / "theirs")
     result = drivetrain("import-checkpoint", tmp_path / "theirs", tmp_path / "ours")

@@ -34,12 +34,14 @@ def sorted_by_name(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weights[name] for name in sorted(weights)}
 
 
+@pytest.mark.cpu("the dropout of the run that wrote them drew from the CPU's generator")
 def test_a_trainers_run_goes_on_in_the_middle_of_its_epoch(old: Path, tmp_path: Path) -> None:
     weights, seen = train(str(tmp_path), resume=str(old / "trainer"))
     assert_ends_as(old / "trainer.safetensors", weights)
     assert seen == STEPS  # the callback has its state
 
 
+@pytest.mark.cpu("the dropout of the run that wrote them drew from the CPU's generator")
 def test_an_accelerators_loop_goes_on(old: Path) -> None:
     assert_ends_as(old / "accelerator.safetensors", train_raw(resume=str(old / "accelerator")))
 

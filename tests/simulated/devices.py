@@ -222,6 +222,15 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
         found = torch.device(device).index
         return int(native.sim_current_device()) if found is None else found
 
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        before = index()
+        native.sim_set_device(index(device))
+        try:
+            yield
+        finally:
+            native.sim_set_device(before)
+
     module = types.ModuleType("sim")
     members: dict[str, Any] = {
         "is_available": lambda: True,
@@ -231,6 +240,7 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
         "device_count": lambda: sim.count,
         "current_device": index,
         "set_device": lambda device: native.sim_set_device(index(device)),
+        "device": on,
         "manual_seed": lambda seed: sim.seed(seed, index()),
         "manual_seed_all": lambda seed: [sim.seed(seed, device) for device in range(sim.count)] and None,
         "get_rng_state": lambda device=None: torch.ops.sim.random_state(index(device)),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, SequenceParallel, Task
-from tests.pool import run_in_processes
+from tests.pool import device, run_in_processes
 from tests.strategies.parallel_models import WIDTH, Attention, Block, Tied, heads_split, made
 from tests.strategies.quiet import quiet_trainer
 
@@ -141,6 +141,25 @@ def test_tied_parameters_stay_tied_and_frozen_ones_frozen():
         assert each["tied"]
         assert not any(each["frozen"])
         assert tuple(each["same copy"]) == (WIDTH // 2, WIDTH)
+
+
+def steps_of_split_and_whole_parameters() -> list[Any]:
+    """By optimizer and group, what is chosen: None where torch chooses."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    strategy = Parallel(tp=2, tp_plan={"0": Colwise(output_layouts=Replicate())})
+    accelerator = Accelerator(device=device(), strategy=strategy)
+    apart = [{"params": layer.parameters()} for layer in model]
+    optimizers = [torch.optim.AdamW(apart), torch.optim.AdamW(model.parameters())]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    accelerator.backward(model(torch.ones(2, WIDTH, device=accelerator.device)).square().sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    return [[group["foreach"] for group in each.param_groups] for each in optimizers]
+
+
+def test_groups_that_mix_split_and_whole_parameters_are_stepped_without_multi_tensor_steps():
+    """Torch refuses them, and they are the default on a GPU."""
+    assert run_in_processes(steps_of_split_and_whole_parameters, 2) == [[[None, None], [False]]] * 2
 
 
 class CarriesPlan(nn.Module):

@@ -29,7 +29,7 @@ from drivetrain.strategies.parallel.context import (
     SplitSequences,
 )
 from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes, make_mesh, submesh
-from drivetrain.strategies.parallel.tensor import Layers, Plan, SplitLayers
+from drivetrain.strategies.parallel.tensor import Layers, Plan, SplitLayers, step_one_by_one
 from drivetrain.strategies.parallel.whole_model import WholeModelPlacer
 from drivetrain.strategies.precision import Precision
 
@@ -228,6 +228,8 @@ class Parallel(Strategy, SplitsSequences):
         prepared = self.inner.prepare(model, optimizers, precision, move)
         if optimizers is not None:
             self.layers.begin(prepared[0])
+            for optimizer in prepared[1]:
+                step_one_by_one(optimizer)
         return prepared
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:

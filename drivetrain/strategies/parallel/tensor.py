@@ -417,6 +417,17 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+def step_one_by_one(optimizer: Optimizer) -> None:
+    """Switch off multi-tensor steps for groups that mix split and whole parameters.
+
+    On GPUs they are the default of torch's optimizers, but take DTensors and plain tensors only apart.
+    """
+    for group in optimizer.param_groups:
+        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = False
+
+
 # Splitting layers over tensor-parallel processes
 
 
