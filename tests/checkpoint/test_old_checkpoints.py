@@ -51,6 +51,7 @@ def resume_sharded(root: str, path: str) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.sharded
+@pytest.mark.cpu("the dropout of the run that wrote them drew from the CPU's generator")
 def test_a_sharded_run_of_two_processes_goes_on(old: Path, tmp_path: Path) -> None:
     weights, seen = run_in_processes(resume_sharded, 2, args=(str(tmp_path), str(old / "fsdp")))[0]
     assert_ends_as(old / "fsdp.safetensors", weights)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from drivetrain import FSDP, Accelerator, CheckpointError
+from drivetrain import FSDP, Accelerator, CheckpointError, PartialState
 from drivetrain.checkpoint import read_foreign
 from tests.commands import drivetrain
 from tests.pool import device, run_in_processes
@@ -112,7 +112,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_continues_from_the_files_and_from_what_they_are_converted_to(tmp_path: Path, kind: str) -> None:
     expected = written(tmp_path / "theirs", kind)
     assert continued(str(tmp_path / "theirs")) == expected
+    PartialState._reset_state()  # the command is on the CPU
     result = drivetrain("import-checkpoint", tmp_path / "theirs", tmp_path / "ours")
+    PartialState._reset_state()
     assert result.exit_code == 0, result.output
     assert continued(str(tmp_path / "ours")) == expected
 
@@ -204,8 +206,8 @@ def saved_by_two(folder: str) -> list[float]:
     """Shards of torch's own FSDP on two processes, and what follows."""
     from torch.distributed.fsdp import fully_shard
 
-    Accelerator(device=device(), strategy="ddp")  # whose process group torch's FSDP takes
-    model, _, _ = objects()
+    accelerator = Accelerator(device=device(), strategy="ddp")  # whose process group torch's FSDP takes
+    model = objects()[0].to(accelerator.device)
     fully_shard(model)
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
     others = [value for name, value in model.named_parameters() if not name.endswith("bias")]

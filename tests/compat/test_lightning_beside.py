@@ -31,6 +31,8 @@ def report(script: Path, root: Path, start: list[str], **variables: str) -> dict
     root.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    if device() != "cpu":
+        environment["COMPAT_DROPOUT"] = "0"
     command = [sys.executable, *start, str(script), str(root / "report.json")]
     ran = subprocess.run(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400

@@ -10,12 +10,16 @@ def prepare() -> None:
     """Put the data, the metric and the model in the place of those that are downloaded."""
     import datasets
     import evaluate
+    import transformers
 
     datasets.load_dataset = task
     evaluate.load = Metric
     folder = f"{os.environ['COMPAT_FOLDER']}/model{os.environ.get('RANK', '0')}"
     if not os.path.exists(folder):
         save_trained(folder)
+    for kind in (transformers.AutoTokenizer, transformers.AutoModelForSequenceClassification):
+        read = kind.from_pretrained
+        kind.from_pretrained = lambda name, *given, read=read, **options: read(folder, *given, **options)
     sys.argv += ["--model_name_or_path", folder]
 
 
@@ -28,11 +32,12 @@ def rows(first: int, last: int) -> dict[str, list]:
     return {"sentence1": texts, "sentence2": texts, "label": labels, "idx": list(range(len(texts)))}
 
 
-def task(*names: str):
+def task(*names: str, split: str | None = None):
     """The task, as `datasets.load_dataset` returns it."""
     from datasets import Dataset, DatasetDict
 
-    return DatasetDict(train=Dataset.from_dict(rows(0, 64)), validation=Dataset.from_dict(rows(64, 103)))
+    parts = DatasetDict(train=Dataset.from_dict(rows(0, 64)), validation=Dataset.from_dict(rows(64, 103)))
+    return parts if split is None else parts[split]
 
 
 class Metric:

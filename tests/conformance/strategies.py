@@ -15,6 +15,7 @@ from tests.conformance.test_parallel import layers_split
 from tests.pool import device
 from tests.strategies.xla.running import environment
 
+OF_DEEPSPEED = "DeepSpeed knows no device of this kind"
 LANGUAGE, LAYERS = "language model", "layers of megatron-core"
 
 
@@ -29,6 +30,7 @@ class Row:
         family: Which model it trains here.
         devices: XLA devices of its one process; 0 without.
         moves: Whether checkpoints are tried there too; not where that repeats what a neighbour shows.
+        on_cpu: Why it runs on the CPU alone, if it does.
     """
 
     make: Callable[[], Any]
@@ -37,6 +39,7 @@ class Row:
     family: str = LANGUAGE
     devices: int = 0
     moves: bool = True
+    on_cpu: str = ""
 
     @property
     def device(self) -> str:
@@ -75,8 +78,8 @@ ROWS: dict[str, Row] = {
     "pp": Row(lambda: Parallel(pp=2), 2),
     "tp-fsdp": Row(lambda: Parallel(tp=2, dp_shard=2, tp_plan=layers_split()), 4),
     "pp-fsdp": Row(lambda: Parallel(pp=2, dp_shard=2), 4),
-    "zero-1": Row(lambda: DeepSpeed(stage=1), 2),
-    "zero-3": Row(lambda: DeepSpeed(stage=3), 2),
+    "zero-1": Row(lambda: DeepSpeed(stage=1), 2, on_cpu=OF_DEEPSPEED),
+    "zero-3": Row(lambda: DeepSpeed(stage=3), 2, on_cpu=OF_DEEPSPEED),
     "xla": on_xla(XLA, 1),
     "xla-data": on_xla(XLA, moves=False),
     "xla-fsdp": on_xla(XLAFSDP),

@@ -17,7 +17,7 @@ from tests.conformance import language_model, test_megatron
 from tests.conformance.harness import MAX_NORM
 from tests.conformance.language_model import LanguageTask, Run
 from tests.conformance.strategies import LANGUAGE, LAYERS, ROWS, Row
-from tests.pool import ROOT, run_in_processes
+from tests.pool import ROOT, device, run_in_processes
 from tests.strategies.megatron import cpu_shim, models
 from tests.strategies.quiet import quiet_trainer
 
@@ -157,13 +157,16 @@ BESIDE = {"slow": rows_of("sharded"), "xla": ("single", "fsdp")}
 def writers_of(reader: str, lane: str) -> list[str]:
     """Whose checkpoints a reader opens in a lane."""
     own = rows_of(lane)
-    return [*BESIDE.get(lane, ()), *own] if reader in own else [*own]
+    writers = [*BESIDE.get(lane, ()), *own] if reader in own else [*own]
+    return [name for name in writers if device() == "cpu" or not ROWS[name].on_cpu]
 
 
 def readers(lane: str) -> list[Any]:
-    mark = getattr(pytest.mark, lane)
-    names = [*BESIDE.get(lane, ()), *rows_of(lane)]
-    return [pytest.param(name, lane, marks=mark, id=name if lane == "sharded" else f"{name}, {lane}") for name in names]
+    found = []
+    for name in [*BESIDE.get(lane, ()), *rows_of(lane)]:
+        marks = [getattr(pytest.mark, lane), *([pytest.mark.cpu(ROWS[name].on_cpu)] if ROWS[name].on_cpu else [])]
+        found.append(pytest.param(name, lane, marks=marks, id=name if lane == "sharded" else f"{name}, {lane}"))
+    return found
 
 
 @pytest.mark.timeout(900)

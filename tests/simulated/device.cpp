@@ -527,6 +527,11 @@ at::Tensor& set_storage(
   return tensor;
 }
 
+at::Tensor& set_whole_storage(at::Tensor& tensor, at::Storage storage) {
+  auto size = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
+  return set_storage(tensor, storage, 0, {size}, {1});
+}
+
 void record_stream(at::Tensor& tensor, at::Stream stream) {
   Lock lock(state().mutex);
   if (auto* allocation = allocation_of(tensor)) allocation->recorded.insert({stream.device_index(), stream.id()});
@@ -559,7 +564,11 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t number = 0; number < schema.arguments().size(); ++number) {
     auto* alias = schema.arguments()[number].alias_info();
     auto& value = (*stack)[first + number];
-    collect(value, alias && alias->isWrite() ? written : read);
+    // Its schema does not say that training writes the running statistics, so they would be written to copies.
+    bool statistics = schema.name() == "aten::native_batch_norm" && (number == 3 || number == 4) &&
+        (*stack)[first + 5].toBool();
+    collect(value, statistics || (alias && alias->isWrite()) ? written : read);
+    if (statistics && value.isTensor() && value.toTensor().defined()) value = on_cpu(value.toTensor());
     if (value.isGenerator() && value.toGenerator().defined()) {
       has_generator = true;
       if (value.toGenerator().device().type() == kSim) value = numbers_of(value.toGenerator());
@@ -622,6 +631,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("resize_", &resize);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
+  library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("record_stream", &record_stream);
   // torch composes these of others, one of which the device would have to have, or which need another layout.
   for (const char* name : {"convolution", "convolution_backward", "native_group_norm"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -45,6 +46,33 @@ def test_a_model_over_two_devices_computes_and_trains_as_on_the_cpu():
     assert found["output"] < 1e-6
     assert found["gradient"] < 1e-6
     assert found["devices"] == 2
+
+
+@runs
+def normalises_batches() -> list[list[float]]:
+    start(2)
+    layers = [nn.BatchNorm1d(2), nn.BatchNorm1d(2).to("sim:0")]
+    for layer in layers:
+        layer(torch.tensor([[1.0, 2.0], [3.0, 6.0]], device=layer.weight.device))
+        layer.eval()(torch.ones(2, 2, device=layer.weight.device))
+    return [[*each.running_mean.tolist(), *each.running_var.tolist()] for each in layers]
+
+
+def test_training_moves_running_statistics_and_evaluation_does_not():
+    (found,) = runs.of(normalises_batches)
+    assert found[1] == found[0]
+    assert found[0][:2] == pytest.approx([0.2, 0.4])
+
+
+@runs
+def pickles() -> tuple[list[float], str]:
+    start(2)
+    read = pickle.loads(pickle.dumps(torch.arange(3.0, device="sim:1")))
+    return read.tolist(), str(read.device)
+
+
+def test_tensors_are_pickled_with_their_devices():
+    assert runs.of(pickles) == [([0.0, 1.0, 2.0], "sim:1")]
 
 
 @runs

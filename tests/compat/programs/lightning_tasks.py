@@ -32,6 +32,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 DEVICE = os.environ.get("DRIVETRAIN_TESTS_DEVICE", "cpu")
+# 0 where the other side runs on another kind of device, whose generator draws other numbers.
+DROPOUT = float(os.environ.get("COMPAT_DROPOUT", "0.1"))
 
 Report = dict[str, float]
 TASKS: dict[str, Callable[[str], Report]] = {}
@@ -77,7 +79,7 @@ class Keeps(L.LightningModule):
 
 
 class Classifier(Keeps):
-    def __init__(self, lr: float = 0.1, dropout: float = 0.1) -> None:
+    def __init__(self, lr: float = 0.1, dropout: float = DROPOUT) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
@@ -166,7 +168,7 @@ def gan(root: str) -> Report:
             first, second = self.optimizers()
             ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
             self.toggle_optimizer(first)
-            made = self.discriminator(self.generator(torch.randn(len(real), 4)))
+            made = self.discriminator(self.generator(torch.randn(len(real), 4).to(self.device)))
             loss = F.binary_cross_entropy_with_logits(made, ones)
             self.manual_backward(self.keep(loss))
             self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
@@ -174,7 +176,7 @@ def gan(root: str) -> Report:
             first.zero_grad()
             self.untoggle_optimizer(first)
             self.toggle_optimizer(second)
-            fake = self.discriminator(self.generator(torch.randn(len(real), 4)).detach())
+            fake = self.discriminator(self.generator(torch.randn(len(real), 4).to(self.device)).detach())
             loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
             loss = loss + F.binary_cross_entropy_with_logits(fake, zeros)
             self.manual_backward(self.keep(loss))
@@ -241,7 +243,9 @@ def language_model(root: str) -> Report:
     class Language(Keeps):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Transformer(vocab_size=Tokens.vocab_size, ninp=16, nhead=2, nhid=16, nlayers=1)
+            self.model = Transformer(
+                vocab_size=Tokens.vocab_size, ninp=16, nhead=2, nhid=16, nlayers=1, dropout=2 * DROPOUT
+            )
 
         def training_step(self, batch, batch_idx):
             inputs, target = batch
