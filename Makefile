@@ -71,11 +71,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help env environments demo test test-slow test-sharded test-crash fuzz test-megatron test-compat test-trackers test-ray \
-	test-gpu test-devices test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs docs-version wheel release \
+	test-gpu test-devices test-devices-compat test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs docs-version wheel release \
 	bench bench-gpu clean
 
 help: ## list these commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(DEV_ENV) ## make .venv with everything that development needs
 
@@ -128,10 +128,21 @@ test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 # What trains is on simulated devices (tests/simulated): memory, streams, a clock, collectives, and the faults that they find.
-DEVICES := tests/simulated/test_costs.py tests/conformance/test_conformance.py tests/conformance/test_two_drivers.py \
-	tests/trainer/test_resume.py tests/trainer/test_two_drivers.py tests/data/test_several_processes.py
+DEVICES := tests/simulated tests/callbacks \
+	$(addprefix tests/conformance/test_,conformance.py two_drivers.py fsdp.py parallel.py pipeline.py token_exact.py any_to_any.py) \
+	$(addprefix tests/checkpoint/test_,accelerate_format.py hooks.py round_trip.py torch_shards.py) \
+	$(addprefix tests/data/test_,active_loaders.py loader.py one_process.py several_processes.py whole_batches.py) \
+	$(addprefix tests/trackers/test_,csv.py tensorboard.py) tests/trainer/test_resume.py tests/trainer/test_two_drivers.py \
+	tests/launch/test_training.py tests/launch/test_watchdog.py
 test-devices: $(DEV_ENV) ## the tests of training on simulated devices, and what a step costs there
-	$(PYTHON) -m pytest $(IN_PARALLEL) --device sim $(or $(TESTS),$(DEVICES))
+	$(PYTHON) -m pytest $(IN_PARALLEL) --device sim -m "not (slow or gpu or tpu or xla or megatron or compat or ray or trackers)" \
+		$(or $(TESTS),$(DEVICES))
+
+# The scripts that say most of a device, since what they all import takes most of the time.
+test-devices-compat: $(COMPAT_ENV) ## scripts of Accelerate and Lightning on simulated devices (in the environment of test-compat)
+	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) --device sim -o faulthandler_timeout=600 -m "compat and not (gpu or slow)" \
+		$(or $(TESTS),tests/compat/test_on_one_process.py tests/compat/test_on_two_processes.py \
+		tests/compat/test_lightning_beside.py -k "script_passes or lightning")
 
 test-xla: $(XLA_ENV) ## the tests that need torch_xla, on the CPU (an environment of its own)
 	$(XLA_PYTHON) -m pytest $(IN_PARALLEL) -m "xla and not (slow or tpu)" $(TESTS)

@@ -59,6 +59,7 @@ class Script:
         runs: The arguments of each of its runs, which share a folder.
         before: The file of tests/compat that gives it what it lacks here.
         starts: How many processes it starts by itself, where that is its purpose.
+        on_cpu: Why it runs on the CPU alone, if it does.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Script:
     runs: tuple[tuple[str, ...], ...] = ((),)
     before: str = ""
     starts: int = 0
+    on_cpu: str = ""
 
     def __str__(self) -> str:
         return f"{Path(self.name).stem}-{self.processes}"
@@ -152,6 +154,8 @@ _SAVED_AND_RESUMED = (
 )
 _PERFORMANCE = (("--output_dir", ".", "--performance_lower_bound", "0.9"),)
 
+_FORKS = "it forks, which a process may not that has started a device"
+
 SCRIPTS = (
     Script("test_script.py", 1, {"test_reinstantiated_state": _INSTANCE}),
     Script(
@@ -166,7 +170,7 @@ SCRIPTS = (
     Script("test_distributed_data_loop.py", 2),
     Script("test_ddp_comm_hook.py", 2, before="on_cpu.py"),
     Script("test_merge_weights.py", 2, before="whole_tensors.py"),
-    Script("test_notebook.py", 1, starts=2, before="not_yet_imported.py"),
+    Script("test_notebook.py", 1, starts=2, before="not_yet_imported.py", on_cpu=_FORKS),
     Script("test_cli.py", 1),
     Script("external_deps/test_metrics.py", 1, before="without_hub.py"),
     Script("external_deps/test_metrics.py", 2, before="without_hub.py"),

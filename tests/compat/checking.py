@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drivetrain.compat.accelerate import __version__
-from tests.compat.cases import Program, Script
+from tests.compat.cases import SCRIPTS, Program, Script
 from tests.compat.running import APART, Job, Launch, furthest, launch
 from tests.compat.running import PROGRAMS as FOLDER
+from tests.pool import device
 
 
 def job_of(program: Program, options: tuple[str, ...]) -> Job:
@@ -31,11 +33,20 @@ def jobs_of(script: Script) -> list[Job]:
             list(arguments),
             variables,
             unlike=list(script.unlike),
-            before=script.before,
+            before="" if script.before == "on_cpu.py" and device() != "cpu" else script.before,
             place=str(script),
             alone=bool(script.starts),
         )
         for number, arguments in enumerate(script.runs)
+    ]
+
+
+def scripts(processes: int) -> list[Any]:
+    """Accelerate's own scripts on a number of processes, as parameters of a test."""
+    return [
+        pytest.param(script, marks=[pytest.mark.cpu(script.on_cpu)] if script.on_cpu else [], id=str(script))
+        for script in SCRIPTS
+        if script.processes == processes
     ]
 
 

@@ -30,9 +30,7 @@ def report(script: Path, root: Path, start: list[str], **variables: str) -> dict
     """What a program writes; all of one side runs in one process, which imports only once."""
     root.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
-    if device() != "cpu":
-        environment["COMPAT_DROPOUT"] = "0"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COMPAT_DEVICE": device(), **variables}
     command = [sys.executable, *start, str(script), str(root / "report.json")]
     ran = subprocess.run(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compat.cases import PAGE, PROGRAMS, SCRIPTS, Program, Script, table
-from tests.compat.checking import Launches
+from tests.compat.cases import PAGE, PROGRAMS, Program, Script, table
+from tests.compat.checking import Launches, scripts
 from tests.compat.pages import written
 from tests.pool import ROOT
 
@@ -19,7 +19,7 @@ def test_losses_are_those_of_the_original(program: Program, launches: Launches) 
 
 @pytest.mark.compat
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", [each for each in SCRIPTS if each.processes == 1], ids=str)
+@pytest.mark.parametrize("script", scripts(1))
 def test_accelerates_own_script_passes(script: Script, launches: Launches) -> None:
     launches.check(script)
 

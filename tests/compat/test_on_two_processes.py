@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compat.cases import PROGRAMS, SCRIPTS, Program, Script
-from tests.compat.checking import Launches
+from tests.compat.cases import PROGRAMS, Program, Script
+from tests.compat.checking import Launches, scripts
 
 
 @pytest.mark.compat
@@ -17,6 +17,6 @@ def test_losses_are_those_of_the_original(program: Program, launches: Launches) 
 
 @pytest.mark.compat
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", [each for each in SCRIPTS if each.processes == 2], ids=str)
+@pytest.mark.parametrize("script", scripts(2))
 def test_accelerates_own_script_passes(script: Script, launches: Launches) -> None:
     launches.check(script)
