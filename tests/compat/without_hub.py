@@ -64,7 +64,7 @@ def save_trained(folder: str) -> None:
 
     from tests.compat.programs.made_here import classifier, tokenizer
 
-    encode, model = tokenizer(), classifier()
+    encode, model = tokenizer(), classifier(positions=128)
     read = rows(0, 64)
     batch = encode(read["sentence1"], read["sentence2"], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)

@@ -78,7 +78,7 @@ def loaders(batch_size: int = 8, last: int = 48, drop_last: bool = False):
     return train, DataLoader(sentences(32, last), shuffle=False, collate_fn=collate, batch_size=6)
 
 
-def classifier(seed: int = 0):
+def classifier(seed: int = 0, positions: int = 32):
     """A BERT with one layer that tells two kinds of text apart; without dropout unless it is in training mode."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
@@ -90,7 +90,7 @@ def classifier(seed: int = 0):
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=32,
+        max_position_embeddings=positions,
         pad_token_id=0,
     )
     return BertForSequenceClassification(config)
