@@ -128,12 +128,12 @@ test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 # What trains is on simulated devices (tests/simulated): memory, streams, a clock, collectives, and the faults that they find.
-DEVICES := tests/simulated tests/callbacks \
+DEVICES := tests/simulated/test_costs.py tests/callbacks \
 	$(addprefix tests/conformance/test_,conformance.py two_drivers.py fsdp.py parallel.py pipeline.py token_exact.py any_to_any.py) \
 	$(addprefix tests/checkpoint/test_,accelerate_format.py hooks.py round_trip.py torch_shards.py) \
 	$(addprefix tests/data/test_,active_loaders.py loader.py one_process.py several_processes.py whole_batches.py) \
 	$(addprefix tests/trackers/test_,csv.py tensorboard.py) tests/trainer/test_resume.py tests/trainer/test_two_drivers.py \
-	tests/launch/test_training.py tests/launch/test_watchdog.py
+	tests/launch/test_training.py
 test-devices: $(DEV_ENV) ## the tests of training on simulated devices, and what a step costs there
 	$(PYTHON) -m pytest $(IN_PARALLEL) --device sim -m "not (slow or gpu or tpu or xla or megatron or compat or ray or trackers)" \
 		$(or $(TESTS),$(DEVICES))

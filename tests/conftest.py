@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.stash[NO_DEVICE] = str(error)
             return
         os.environ[pool.DEVICE] = "sim"
-        devices.start(2)
+        devices.start(4)  # as many as the largest world of a test, whose tensors come back here
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from drivetrain.callbacks import EarlyStopping, ModelCheckpoint
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.conformance.language_model import LanguageTask, Run, Texts
 from tests.conformance.strategies import ROWS as KINDS
+from tests.conformance.strategies import cases
 from tests.pool import run_in_processes
 from tests.strategies.quiet import quiet_trainer
 
@@ -373,7 +374,7 @@ def best_of(strategy: str, root: str) -> tuple[list[float], list[list[float]]]:
 
 @pytest.mark.sharded
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp", "zero-1", "zero-3"])
+@pytest.mark.parametrize("strategy", cases("ddp", "fsdp", "tp", "pp", "zero-1", "zero-3"))
 def test_the_best_weights_are_restored_under_each_strategy(strategy: str, tmp_path: Path) -> None:
     found = run_in_processes(best_of, KINDS[strategy].processes, args=(strategy, str(tmp_path)), timeout=200)
     last, seen = found[0]  # the main process has all weights

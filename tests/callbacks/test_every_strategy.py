@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from drivetrain import ConfigurationError, callbacks
 from drivetrain.callbacks import Callback, EvaluationGather, ModelCheckpoint, PredictionWriter
 from tests.conformance.language_model import LanguageTask, Run, Texts
-from tests.conformance.strategies import ROWS
+from tests.conformance.strategies import ROWS, cases
 from tests.pool import ROOT, run_in_processes
 from tests.strategies.quiet import quiet_trainer
 
@@ -127,7 +127,7 @@ NAMES = {"tp": "Parallel(tp)", "cp": "Parallel(cp)", "pp": "Parallel(pp)", "zero
 
 @pytest.mark.sharded
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", cases(*STRATEGIES))
 def test_a_callback_works_or_is_refused_as_the_manual_says(strategy: str, tmp_path: Path) -> None:
     page, name = refused_on_the_page(), NAMES.get(strategy, strategy)
     for found in run_in_processes(outcomes, ROWS[strategy].processes, args=(strategy, str(tmp_path)), timeout=400):

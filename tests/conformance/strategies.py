@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from drivetrain import DDP, FSDP, XLA, XLAFSDP, Colwise, DeepSpeed, Megatron, Parallel, Rowwise
 from tests.conformance.test_parallel import layers_split
 from tests.pool import device
@@ -94,3 +96,10 @@ ROWS: dict[str, Row] = {
     # A plain task with a model of megatron-core's layers, in one part.
     "single-its-layers": Row(lambda: "single", 1, "megatron", LAYERS),
 }
+
+
+def cases(*names: str) -> list[Any]:
+    """Rows as parameters of a test, with the mark of those that run on the CPU alone."""
+    return [
+        pytest.param(name, marks=[pytest.mark.cpu(ROWS[name].on_cpu)] if ROWS[name].on_cpu else []) for name in names
+    ]

@@ -16,12 +16,12 @@ from drivetrain.launch import watchdog
 from drivetrain.launch.watchdog import RankReport, Watchdog
 from drivetrain.runtime.exit_codes import HANG_EXIT_CODE
 from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE
-from tests.launch.launching import launch, on_device, started, wait_for_lines, write_script
+from tests.launch.launching import launch, started, wait_for_lines, write_script
 from tests.launch.test_machines import free_port
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.crash]
 
-TWO = ("--num_processes", "2")
+TWO = ("--num_processes", "2", "--cpu")
 
 # Rank 0 waits in a collective for ever. What rank 1 does meanwhile is the argument.
 RANK_0_WAITS = """
@@ -61,7 +61,7 @@ LINES_OF_RANK_1 = {
 @pytest.mark.parametrize("case", REPORTS)
 def test_a_hang_ends_with_each_rank_its_collective_and_its_line(case: str, tmp_path: Path) -> None:
     write_script(tmp_path, RANK_0_WAITS)
-    ended = launch(*TWO, *on_device("--hang_timeout", "3", "script.py", case), cwd=tmp_path)
+    ended = launch(*TWO, "--hang_timeout", "3", "script.py", case, cwd=tmp_path)
     collective, line, rank_1 = REPORTS[case]
     assert ended.code == HANG_EXIT_CODE
     assert "the run hangs: no progress for" in ended.err
@@ -88,7 +88,7 @@ def test_the_environment_sets_the_time_and_a_run_that_hangs_can_be_started_again
         print("through", state.process_index)
         """,
     )
-    ended = launch(*TWO, *on_device("--max_restarts", "1", "script.py"), cwd=tmp_path, DRIVETRAIN_HANG_TIMEOUT="2")
+    ended = launch(*TWO, "--max_restarts", "1", "script.py", cwd=tmp_path, DRIVETRAIN_HANG_TIMEOUT="2")
     assert ended.code == 0
     assert sorted(ended.out.splitlines()) == ["through 0", "through 1"]
     assert "waits in wait_for_everyone" in ended.err
@@ -119,7 +119,7 @@ def test_a_run_that_is_slow_but_makes_progress_is_left_alone(tmp_path: Path) -> 
             sum(range(1000))
         """,
     )
-    ended = launch(*TWO, *on_device("--hang_timeout", "2", "script.py"), cwd=tmp_path)
+    ended = launch(*TWO, "--hang_timeout", "2", "script.py", cwd=tmp_path)
     assert (ended.code, ended.err) == (0, "")
 
 
@@ -132,14 +132,14 @@ def test_a_mismatched_collective_that_aborts_ends_with_the_flag_that_finds_it(tm
         gather(torch.ones(2 + PartialState().process_index))
         """,
     )
-    ended = launch(*TWO, *on_device("script.py"), cwd=tmp_path)
+    ended = launch(*TWO, "script.py", cwd=tmp_path)
     assert ended.code == 128 + signal.SIGABRT
     assert "drivetrain launch --debug" in ended.err.splitlines()[-1]
 
 
 def test_with_debug_a_gather_against_a_barrier_is_an_error_at_once(tmp_path: Path) -> None:
     write_script(tmp_path, RANK_0_WAITS)
-    ended = launch(*TWO, *on_device("--debug", "script.py", "barrier"), cwd=tmp_path)
+    ended = launch(*TWO, "--debug", "script.py", "barrier", cwd=tmp_path)
     assert ended.code == 1
     assert "rank 0: gather(float32[100]) at script.py:21 in <module>" in ended.err
     assert "rank 1: wait_for_everyone() at script.py:17 in <module>" in ended.err
