@@ -228,8 +228,6 @@ class Parallel(Strategy, SplitsSequences):
         prepared = self.inner.prepare(model, optimizers, precision, move)
         if optimizers is not None:
             self.layers.begin(prepared[0])
-            for optimizer in prepared[1]:
-                step_one_by_one(optimizer)
         return prepared
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
@@ -252,6 +250,7 @@ class Parallel(Strategy, SplitsSequences):
         # With a closure, gradients are computed within the step, and there are none to compare yet.
         if closure is None:
             self.layers.check(optimizer)
+        step_one_by_one(optimizer)  # here, because callbacks may add groups during the run
         return self.inner.optimizer_step(optimizer, precision, closure)
 
     def __repr__(self) -> str:
