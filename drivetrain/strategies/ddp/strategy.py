@@ -267,10 +267,9 @@ class DDP(Strategy, JoinsUnevenInputs):
         if isinstance(model, StepModule) and not model.partial_backwards:
             first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
             model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device).real)
-        devices = {parameter.device for parameter in model.parameters()}
-        if not isinstance(model, StepModule) and devices == {self.topology.device} and self.topology.kind.name != "cpu":
-            # A script's own loop may call the model with tensors of the CPU, which torch's DDP then moves.
-            options["device_ids"] = [self.topology.device]
+        device, devices = self.topology.device, {parameter.device for parameter in model.parameters()}
+        if not isinstance(model, StepModule) and device.type != "cpu" and devices == {device}:
+            options["device_ids"] = [device]  # so that torch's DDP moves what a script's own loop gives the model
         wrapped = DistributedDataParallel(model, **options)
         wrapped.agree = self._agree
         if self.wrapper_options["find_unused_parameters"] and not options["static_graph"]:

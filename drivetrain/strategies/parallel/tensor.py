@@ -418,14 +418,11 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_one_by_one(optimizer: Optimizer) -> None:
-    """Switch off multi-tensor steps for groups that mix split and whole parameters.
-
-    On GPUs they are the default of torch's optimizers, but take DTensors and plain tensors only apart.
-    """
+    """Switch off multi-tensor steps, the default on GPUs, where a group mixes DTensors and plain tensors."""
     for group in optimizer.param_groups:
-        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-        if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = False
+        chosen = group.get("foreach", False) is not None or group.get("fused")
+        if not chosen and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
+            group["foreach"] = False  # torch refuses the mixture otherwise
 
 
 # Splitting layers over tensor-parallel processes
