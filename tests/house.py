@@ -455,7 +455,7 @@ ROOMS = {
     "inference": (24, 5749),
     "launch": (15, 4269),
     "runtime": (24, 3674),
-    "strategies": (59, 10934),
+    "strategies": (59, 10943),
     "trackers": (18, 2959),
     "trainer": (46, 9746),
 }
