@@ -447,13 +447,13 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3311),
-    "callbacks": (33, 7115),
+    "callbacks": (33, 7171),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
     "compat": (182, 11027),
     "data": (14, 2995),
     "inference": (24, 5749),
-    "launch": (15, 4269),
+    "launch": (15, 4270),
     "runtime": (24, 3674),
     "strategies": (59, 10943),
     "trackers": (18, 2959),

@@ -179,8 +179,14 @@ class BarDisplay:
         return {"dynamic_ncols": True} if known else {"ncols": 80}
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        shown = [listed(values)] if values else []
-        stage.bar.set_postfix_str(", ".join([*shown, *stage.left_in_all]), refresh=False)
+        left = ", ".join(stage.left_in_all)
+        counted = f"{stage.title}: 100% {stage.all_done}/{stage.total or ''} "
+        # From the most important part to the one that is left out first.
+        optional = (_LEAST_BAR + 2, len(" [00:00<00:00, ]"), len("1234.56it/s, "), len(left) + 2)
+        count, shown = fit_line(_columns(), len(counted), values, optional)
+        if not in_notebook():
+            stage.bar.bar_format = (_FORMATS if stage.total else _FORMATS_WITHOUT_TOTAL)[min(count, 3)]
+        stage.bar.set_postfix_str(", ".join(filter(None, [shown, left if count == 4 else ""])), refresh=False)
         # `update` redraws the bar only if the count has changed.
         if not stage.bar.update(stage.all_done - stage.bar.n):
             stage.bar.refresh()
@@ -258,6 +264,54 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         stacked = torch.stack([metrics[name].detach().reshape(()).float() for name in names])
         numbers.update(zip(names, stacked.tolist(), strict=True))
     return numbers
+
+
+_LEAST_BAR = 10
+"""The columns of the narrowest bar that is drawn."""
+
+# Of a bar whose terminal has room for nothing but counts and values, for a bar too, for times, and for the rate.
+_FORMATS = (
+    "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt}{postfix}",
+    "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
+    "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+)
+_FORMATS_WITHOUT_TOTAL = (
+    "{desc}: {n_fmt}{postfix}",
+    "{desc}: {n_fmt}{postfix}",
+    "{desc}: {n_fmt} [{elapsed}{postfix}]",
+    "{desc}: {n_fmt} [{elapsed}, {rate_fmt}{postfix}]",
+)
+
+
+def fit_line(columns: int, needed: int, values: Mapping[str, float], optional: Sequence[int]) -> tuple[int, str]:
+    """Choose what a line of a terminal has room for. No value is cut: the last ones are left out whole.
+
+    Args:
+        columns: The width of the terminal.
+        needed: The columns of what is always shown, without the values.
+        values: The metric values.
+        optional: The columns of further parts, the most important first.
+
+    Returns:
+        The number of optional parts to show, and the values as text.
+    """
+    text = listed(values)
+    for count in range(len(optional), -1, -1):
+        if needed + len(text) + sum(optional[:count]) < columns:
+            return count, text
+    names = list(values)
+    while len(names) > 1 and needed + len(text) >= columns:
+        names.pop()
+        text = f"{listed({name: values[name] for name in names})}, +{len(values) - len(names)} more"
+    return 0, text
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (AttributeError, OSError, ValueError):
+        return 80
 
 
 def listed(values: Mapping[str, float]) -> str:

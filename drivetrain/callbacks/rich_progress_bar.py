@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.model_summary import ModelSummary, shown_columns, total_lines
-from drivetrain.callbacks.progress_bar import Display, LineDisplay, Stage, TQDMProgressBar, listed
+from drivetrain.callbacks.progress_bar import Display, LineDisplay, Stage, TQDMProgressBar, fit_line, listed
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.terminal import Lenient, print_text
 
@@ -188,6 +188,10 @@ class _Row:
         self.start_t = self.last_print_t = 0.0
 
 
+_LEAST_BAR = 10
+"""The columns of the bar in a narrow terminal."""
+
+
 class RichDisplay:
     def __init__(self, console: Console, theme: RichProgressBarTheme, refresh_seconds: float) -> None:
         self.refresh_seconds = refresh_seconds
@@ -202,7 +206,9 @@ class RichDisplay:
         if stage.bar is None:
             self._open += 1
             stage.bar = _Row(
-                self._progress.add_task(stage.title, total=stage.total, completed=stage.before, speed="", values="")
+                self._progress.add_task(
+                    stage.title, total=stage.total, completed=stage.before, speed="", values="", parts=3
+                )
             )
         else:
             self._progress.reset(
@@ -212,6 +218,7 @@ class RichDisplay:
                 completed=stage.before,
                 speed="",
                 values="",
+                parts=3,
             )
         self._progress.refresh()
 
@@ -221,7 +228,11 @@ class RichDisplay:
         elapsed = stage.elapsed
         speed = f"{stage.rate:.2f} it/s" if elapsed > 0 else ""
         speed = ", ".join([*filter(None, [speed]), *stage.left_in_all])
-        self._progress.update(stage.bar.number, completed=stage.all_done, speed=speed, values=self._shown(values))
+        counted = f"{stage.title} {stage.all_done}/{stage.total or '?'} "
+        optional = (_LEAST_BAR + 1, len("0:00:00 0:00:00 "), len(speed) + 1)
+        parts, shown = fit_line(self._console.width, len(counted) + 4, values, optional)
+        shown = shown if len(shown) < len(listed(values)) else self._shown(values)
+        self._progress.update(stage.bar.number, completed=stage.all_done, speed=speed, values=shown, parts=parts)
         self._progress.refresh()
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
@@ -258,23 +269,41 @@ class RichDisplay:
         return theme.metrics_text_delimiter.join(shown)
 
     def _make(self) -> Progress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
         from rich.progress import TimeRemainingColumn as Remaining
         from rich.style import Style
+        from rich.table import Column
+        from rich.text import Text
 
-        theme = self._theme
+        class Part(ProgressColumn):
+            """A column that is shown if the terminal has room for it."""
+
+            def __init__(self, column: ProgressColumn, number: int) -> None:
+                super().__init__(Column(no_wrap=True))
+                self._column, self._number = column, number
+
+            def render(self, task: Task) -> Any:
+                return self._column.render(task) if task.fields["parts"] >= self._number else Text("")
+
+        theme, whole = self._theme, Column(no_wrap=True, overflow="ignore")
+        bar = BarColumn(
+            # As wide as the narrowest terminal with room for it allows.
+            _LEAST_BAR if self._console.width < 120 else 40,
+            complete_style=theme.progress_bar,
+            finished_style=theme.progress_bar_finished,
+            pulse_style=theme.progress_bar_pulse,
+        )
+        speed = TextColumn("{task.fields[speed]}", style=Style.parse(theme.processing_speed), markup=False)
+        values = Style.parse(theme.metrics)
         columns = (
-            TextColumn("{task.description}", style=theme.description or "none", markup=False),
-            BarColumn(
-                complete_style=theme.progress_bar,
-                finished_style=theme.progress_bar_finished,
-                pulse_style=theme.progress_bar_pulse,
-            ),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            Remaining(),
-            TextColumn("{task.fields[speed]}", style=Style.parse(theme.processing_speed), markup=False),
-            TextColumn("{task.fields[values]}", style=Style.parse(theme.metrics), markup=False),
+            TextColumn("{task.description}", style=theme.description or "none", markup=False, table_column=whole),
+            Part(bar, 1),
+            MofNCompleteColumn(table_column=whole.copy()),
+            Part(Elapsed(), 2),
+            Part(Remaining(), 2),
+            Part(speed, 3),
+            TextColumn("{task.fields[values]}", style=values, markup=False, table_column=whole.copy()),
         )
         # The callback redraws the bars itself, so rich needs no thread.
         return Progress(*columns, console=self._console, auto_refresh=False)

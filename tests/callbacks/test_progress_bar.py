@@ -18,7 +18,7 @@ import torch
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import ModelCheckpoint, TQDMProgressBar
-from drivetrain.callbacks.progress_bar import LineDisplay, Stage, share_done, to_numbers
+from drivetrain.callbacks.progress_bar import LineDisplay, Stage, fit_line, share_done, to_numbers
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes
 
@@ -304,3 +304,50 @@ def test_what_goes_to_another_file_is_not_beside_the_bar(tmp_path: Path, capsys:
     fit(Talking([1.0]), tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
     out, err = capsys.readouterr()
     assert ("to errors" in out, err.endswith("to errors\n")) == (False, True)
+
+
+# narrow terminals
+
+
+class Talkative(Scripted):
+    """Logs four values for the bar in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for name in ("accuracy", "perplexity", "gradient_norm"):
+            self.log(f"train/{name}", 0.125, prog_bar=True)
+        return loss
+
+
+VALUES = ["train_loss", "train/accuracy", "train/perplexity", "train/gradient_norm"]
+
+
+def last_lines(columns: int, root: Path, bar: TQDMProgressBar) -> list[str]:
+    with Terminal(columns=columns) as terminal:
+        fit(Talkative([1.0] * 9), root, 1, [bar], enable_progress_bar=True, validate=False)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.shown)
+    return [line.rstrip() for line in re.split(r"[\r\n]+", shown) if line.startswith("Epoch 0/0")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "values", "has_bar"), [(200, 4, True), (100, 3, False), (80, 2, False), (60, 1, False)]
+)
+def test_a_terminal_shows_whole_values(columns: int, values: int, has_bar: bool, tmp_path: Path) -> None:
+    last = last_lines(columns, tmp_path, TQDMProgressBar())[-1]
+    assert last.startswith("Epoch 0/0: 100%")
+    assert "2/2" in last
+    assert len(last) <= columns
+    assert ("it/s" in last) == has_bar == ("|" in last)
+    found = re.findall(r"(\w[\w/]*)=([\d.]+(?:e-?\d+)?)", last)
+    assert [name for name, _ in found] == VALUES[:values]
+    assert last.endswith("]" if has_bar else f", +{4 - values} more")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_what_fits_is_chosen_by_importance(columns: int) -> None:
+    values = {"loss": 0.5, "accuracy": 0.25}
+    parts, text = fit_line(columns, 20, values, (12, 15, 13, 20))
+    assert text == "loss=0.500, accuracy=0.250"
+    assert parts == {60: 1, 80: 2, 200: 4}[columns]
+    assert fit_line(40, 20, values, (12,)) == (0, "loss=0.500, +1 more")
+    assert fit_line(10, 20, values, (12,)) == (0, "loss=0.500, +1 more")  # one value is always shown

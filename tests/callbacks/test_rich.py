@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +20,9 @@ from tests.pool import run_in_processes
 pytestmark = pytest.mark.skipif(find_spec("rich") is None, reason="needs rich")
 
 
-def shown(root: Path, leave: bool = False, terminal: bool = True) -> str:
+def shown(root: Path, leave: bool = False, terminal: bool = True, width: int = 160) -> str:
     screen = io.StringIO()
-    options = {"file": screen, "force_terminal": terminal, "width": 160, "force_jupyter": False}
+    options = {"file": screen, "force_terminal": terminal, "width": width, "force_jupyter": False}
     bar = RichProgressBar(leave=leave, console_kwargs=options)
     bar.refresh_seconds = 0.0
     task = Scripted([0.5, 0.25])
@@ -45,6 +46,15 @@ def test_a_terminal_sees_bars_with_batches_and_values(tmp_path: Path) -> None:
         "hello from the",
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_terminal_keeps_epoch_count_and_values(width: int, tmp_path: Path) -> None:
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(tmp_path, width=width)))
+    epochs = [line.rstrip() for line in lines if line.startswith("Epoch 1/1") and "2/2" in line]
+    assert re.search(r"train_loss: \d+\.\d{3}$", epochs[-1])
+    assert len(epochs[-1]) <= width
+    assert ("it/s" in epochs[-1]) == (width >= 80)
 
 
 def test_a_file_gets_a_line_for_each_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
