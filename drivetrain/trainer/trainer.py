@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -950,6 +951,40 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     # checkpoints
 
     @known_keywords
+    def plot(self, *names: str) -> Any:
+        """Draw the curves of the last run's logged values, for example at the end of a notebook's cell.
+
+        Metrics that differ in their stage only, such as `train_loss` and `val_loss`, share axes.
+
+        Args:
+            *names: Names of the metrics to draw. Without names, all are drawn.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed, no tracker wrote values to files, or a name is unknown.
+        """
+        if find_spec("matplotlib") is None:
+            raise ConfigurationError(
+                'Trainer.plot requires matplotlib. Install it with pip install "drivetrain[plot]".'
+            )
+        from drivetrain.callbacks.report.charts import figure_of
+        from drivetrain.callbacks.report.record import RunValues, read_values
+
+        for tracker in self.loggers:
+            tracker.save()
+        values = read_values(self.local_dir)
+        unknown = [name for name in names if name not in values.curves]
+        if unknown or not values.curves:
+            logged = ", ".join(values.curves) or "nothing"
+            raise ConfigurationError(
+                f"Trainer.plot({', '.join(map(repr, unknown))}): no value of this name was logged. Logged: {logged}."
+            )
+        if names:
+            values = RunValues({name: values.curves[name] for name in names}, values.epochs)
+        return figure_of(values)
+
     def load_weights(self, filepath: str | os.PathLike[str]) -> None:
         """Load the weights of a checkpoint into the current task, within a run. All processes must call it.
 

@@ -258,6 +258,24 @@ def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Char
     return in_order(list(charts.values()))
 
 
+def figure_of(run: RunValues) -> Any:
+    """Return a matplotlib figure with the charts of a run, one below the other."""
+    # In a notebook, importing pyplot registers how figures are displayed.
+    import matplotlib.pyplot  # noqa: F401
+    from matplotlib.figure import Figure
+
+    charts = charts_of([run])
+    figure = Figure(figsize=(8, 2.6 * len(charts)), layout="constrained")
+    for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
+        for series in chart.series:
+            marker = "o" if len(series.curve) == 1 else ""
+            axes.plot(series.curve.steps, series.curve.values, marker=marker, label=series.name)
+        axes.set_title(chart.title)
+        axes.set_xlabel(chart.x)
+        axes.legend()
+    return figure
+
+
 def sampled_charts(
     lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
 ) -> list[Chart]:
