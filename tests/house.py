@@ -454,7 +454,7 @@ ROOMS = {
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4270),
-    "runtime": (24, 3674),
+    "runtime": (24, 3681),
     "strategies": (59, 10943),
     "trackers": (18, 2959),
     "trainer": (46, 9766),

@@ -71,10 +71,20 @@ class DeviceKind:
         self.visible_variable = visible_variable
 
     def load(self) -> None:
-        """Import the package that adds this device type to torch, if it is installed and not imported yet."""
+        """Import the package that adds this device type to torch, if it is installed and not imported yet.
+
+        Raises DeviceNotAvailableError if the installed package cannot be imported, for example without its driver.
+        """
         package = self.package
-        if package and self.module is None and importlib.util.find_spec(package.partition(".")[0]) is not None:
+        if not package or self.module is not None or importlib.util.find_spec(package.partition(".")[0]) is None:
+            return
+        try:
             importlib.import_module(package)
+        except Exception as error:
+            raise DeviceNotAvailableError(
+                f"Device {self.name!r} was requested, but its package {package} cannot be imported: "
+                f"{type(error).__name__}: {error}. Check the installation of its driver."
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Kinds are compared by identity, so copies and unpickled kinds must be the registered object.

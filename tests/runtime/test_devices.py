@@ -251,6 +251,20 @@ def test_a_vendors_package_is_imported_when_its_kind_is_asked_for(name: str, pac
     assert run_with(tmp_path, ASKS.format(name=name, package=package)).stdout.split() == ["False", "True", "3"]
 
 
+def test_a_vendors_package_without_its_driver_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
+    script = """
+from drivetrain import DeviceNotAvailableError
+from drivetrain.runtime.devices import get_device_kind
+try:
+    get_device_kind("npu")
+except DeviceNotAvailableError as error:
+    print(error.message)
+"""
+    said = run_with(tmp_path, script).stdout
+    assert "its package torch_npu cannot be imported: ImportError: libascendcl.so" in said
+
+
 def run_with(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process that finds the packages of a folder."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
