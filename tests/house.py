@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3311),
-    "callbacks": (33, 7184),
+    "callbacks": (33, 7185),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
     "compat": (182, 11027),

@@ -185,7 +185,8 @@ class SavedAccount:
         below_root = state.get("below_root")
         if below_root is not None:
             below_root = _checked_name("below_root", below_root, "")
-        scores, ties = (_values(key, state.get(key), saved_in) for key in ("best_k_models", "ties"))
+        scores = _values("best_k_models", state.get("best_k_models"), saved_in)
+        ties = _values("ties", state.get("ties", []), saved_in)  # older checkpoints have none
         names = {
             attribute: _checked_name(key, state.get(key), saved_in)
             for attribute, key in (

@@ -948,9 +948,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         return init_module(self, empty_init)
 
-    # checkpoints
-
-    @known_keywords
     def plot(self, *names: str) -> Any:
         """Draw the curves of the last run's logged values, for example at the end of a notebook's cell.
 
@@ -985,6 +982,8 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             values = RunValues({name: values.curves[name] for name in names}, values.epochs)
         return figure_of(values)
 
+    # checkpoints
+
     def load_weights(self, filepath: str | os.PathLike[str]) -> None:
         """Load the weights of a checkpoint into the current task, within a run. All processes must call it.
 
@@ -998,6 +997,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         SavedRun(self, os.fspath(filepath)).restore_for_evaluation()
 
+    @known_keywords
     def save_checkpoint(
         self,
         filepath: str | os.PathLike[str],

@@ -245,7 +245,7 @@ def test_gaps_are_filled_with_modules_out_of_order_only_where_that_is_asked_for(
     caplog.clear()
     found = infer_auto_device_map(model, {0: 256}, fallback_allocation=True)
     assert found == {"module.linear1": "disk", "module.linear2": 0, "module.linear3": "disk"}
-    assert caplog.text == ""
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_block_is_split_to_fill_the_one_device_that_computes():
