@@ -171,7 +171,9 @@ ONE_RUN = {
 
 
 def marked(strategy: str) -> Any:
-    return pytest.param(strategy, marks=[] if strategy == "single" else getattr(pytest.mark, STRATEGIES[strategy].lane))
+    row = STRATEGIES[strategy]
+    marks = [] if strategy == "single" else [getattr(pytest.mark, row.lane)]
+    return pytest.param(strategy, marks=[*marks, *([pytest.mark.cpu(row.on_cpu)] if row.on_cpu else [])])
 
 
 @pytest.mark.timeout(900)

@@ -20,6 +20,7 @@ from drivetrain import (
     consolidate,
 )
 from drivetrain.checkpoint import Checkpoint, save_run_state
+from tests.pool import device
 from tests.trainer.tasks import quiet
 
 STEPS = 8
@@ -80,7 +81,7 @@ def raw_loop(load: Any, steps: int, save: Any = None, task: Net | None = None) -
     """The same steps in a loop of the user's own."""
     task = task or Net()
     [optimizer], [config] = task.configure_optimizers()
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    accelerator = Accelerator(device=device(), dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     _, optimizer, schedule, data = accelerator.prepare(task, optimizer, config["scheduler"], loader())
     if load is not None:
         accelerator.load_state(load)
@@ -158,7 +159,7 @@ def test_what_hooks_and_callbacks_add_is_kept_by_a_raw_loop(tmp_path: Path) -> N
 
 
 def test_entries_of_another_driver_are_kept_by_a_trainer(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=device())
     task = Net()
     [optimizer], [config] = task.configure_optimizers()
     accelerator.prepare(task, optimizer, config["scheduler"], loader())
@@ -180,7 +181,7 @@ def test_other_numbers_of_objects_are_refused_with_what_the_checkpoint_holds(tmp
         CheckpointError, match=r"contains 1 optimizers, but this run has 2. The checkpoint has: Adam. Let configure"
     ):
         fit(Two(), resume=tmp_path / "one")
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(device=device())
     accelerator.prepare(Net(), Net())
     with pytest.raises(
         CheckpointError, match=r"contains 1 models, but this run has 2. The checkpoint has: Net. Prepare"
@@ -190,7 +191,7 @@ def test_other_numbers_of_objects_are_refused_with_what_the_checkpoint_holds(tmp
 
 def test_the_accelerator_refuses_another_optimizer_class_by_both_names(tmp_path: Path) -> None:
     raw_loop(None, 1, tmp_path / "raw")
-    accelerator, task = Accelerator(cpu=True), Net()
+    accelerator, task = Accelerator(device=device()), Net()
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
     accelerator.prepare(task, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
     with pytest.raises(CheckpointError, match="state of an Adam, but optimizer 0 of this run is a SGD"):
