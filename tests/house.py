@@ -450,7 +450,7 @@ ROOMS = {
     "callbacks": (33, 7185),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
-    "compat": (182, 11027),
+    "compat": (184, 11158),
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4270),

@@ -108,8 +108,10 @@ class AliasFinder(DistributionFinder):
         if fullname != self.package and not fullname.startswith(f"{self.package}."):
             return None
         own = self.target + fullname[len(self.package) :]
-        if own.removeprefix(PREFIX) in HANDED_ON:
-            return ModuleSpec(fullname, HandedOnLoader(own), origin=own)
+        name = own.removeprefix(PREFIX)
+        if name in HANDED_ON:
+            is_package = any(each.startswith(f"{name}.") for each in HANDED_ON)
+            return ModuleSpec(fullname, HandedOnLoader(own), origin=own, is_package=is_package)
         found = importlib.util.find_spec(own)
         if found is None:
             return None

@@ -164,6 +164,14 @@ HANDED_ON: dict[str, dict[str, str]] = {
     "lightning.pytorch.strategies.single_device": {
         "drivetrain.compat.lightning.pytorch.strategies.strategy": "SingleDeviceStrategy"
     },
+    "lightning.pytorch.trainer.connectors.callback_connector": {},
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": {},
+    "lightning.pytorch.trainer.connectors.data_connector": {},
+    "lightning.pytorch.trainer.connectors.logger_connector": {},
+    "lightning.pytorch.trainer.connectors.logger_connector.fx_validator": {},
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": {},
+    "lightning.pytorch.trainer.connectors.logger_connector.result": {},
+    "lightning.pytorch.trainer.connectors.signal_connector": {},
     "lightning.pytorch.tuner.batch_size_scaling": {},
     "lightning.pytorch.tuner.lr_finder": {"drivetrain.trainer.tuning.lr_search": "LRFinder as _LRFinder"},
     "lightning.pytorch.tuner.tuning": {"drivetrain.trainer.tuning.tuner": "Tuner"},
@@ -278,6 +286,19 @@ ABSENT: dict[str, tuple[str | None, list[tuple[str, str]]]] = {
     ),
     "lightning.pytorch.loggers.litlogger": (None, [("lightning.reasons:LOGGER", "LitLogger")]),
     "lightning.pytorch.loggers.neptune": (None, [("lightning.reasons:LOGGER", "NeptuneLogger")]),
+    **{
+        f"lightning.pytorch.trainer.connectors.{module}": (None, [("lightning.reasons:INTERNAL", names)])
+        for module, names in {
+            "callback_connector": "_CallbackConnector",
+            "checkpoint_connector": "_CheckpointConnector",
+            "data_connector": "_DataConnector _DataHookSelector _DataLoaderSource",
+            "logger_connector": "_LoggerConnector",
+            "logger_connector.fx_validator": "_FxValidator",
+            "logger_connector.logger_connector": "_LoggerConnector",
+            "logger_connector.result": "_Metadata _ResultCollection _ResultMetric _Sync",
+            "signal_connector": "_SignalConnector",
+        }.items()
+    },
     "lightning.pytorch.tuner.batch_size_scaling": (None, [("lightning.reasons:TUNER", "scale_batch_size")]),
     "lightning.pytorch.tuner.lr_finder": (None, [("lightning.reasons:TUNER", "lr_find")]),
 }

@@ -33,7 +33,7 @@ from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.devices import get_device_kind
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, UnknownArgumentError
 from drivetrain.strategies.precision import resolve_precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import Trainer as CoreTrainer
@@ -115,6 +115,65 @@ def show_all_arguments(kind: type) -> None:
     for verb in ("fit", "validate", "test", "predict"):
         function = getattr(kind, verb)
         function.__signature__ = inspect.signature(function, eval_str=True)
+
+
+# Arguments that Lightning's Trainer took in earlier versions, which many scripts still give.
+
+REMOVED = {
+    "amp_backend": "precision='16-mixed' or 'bf16-mixed'",
+    "amp_level": "precision='16-mixed' or 'bf16-mixed'",
+    "auto_lr_find": "Tuner(trainer).lr_find(model), of lightning.pytorch.tuner",
+    "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(model), of lightning.pytorch.tuner",
+    "auto_select_gpus": "devices=find_usable_cuda_devices(n), of lightning.pytorch.accelerators",
+    "checkpoint_callback": "enable_checkpointing for a bool, callbacks for a ModelCheckpoint",
+    "distributed_backend": "strategy",
+    "early_stop_callback": "callbacks=[EarlyStopping(monitor=...)]",
+    "flush_logs_every_n_steps": "CSVLogger(..., flush_logs_every_n_steps=n)",
+    "gpus": "accelerator='gpu', devices={value}",
+    "ipus": None,
+    "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
+    "log_save_interval": "CSVLogger(..., flush_logs_every_n_steps=n)",
+    "lr_schedulers": "what configure_optimizers returns",
+    "max_nb_epochs": "max_epochs={value}",
+    "min_nb_epochs": "min_epochs={value}",
+    "move_metrics_to_cpu": None,
+    "multiple_trainloader_mode": "CombinedLoader(loaders, mode={value}) as the training loader",
+    "nb_gpu_nodes": "num_nodes={value}",
+    "num_gpus": "accelerator='gpu', devices={value}",
+    "num_processes": "accelerator='cpu', devices={value}",
+    "optimizers": "what configure_optimizers returns",
+    "prepare_data_per_node": "the attribute prepare_data_per_node of the module or the data module",
+    "process_position": "callbacks=[TQDMProgressBar(process_position={value})]",
+    "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate={value})]",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": "use_distributed_sampler={value}",
+    "resume_from_checkpoint": "fit(..., ckpt_path={value})",
+    "row_log_interval": "log_every_n_steps={value}",
+    "show_progress_bar": "enable_progress_bar={value}",
+    "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
+    "terminate_on_nan": "detect_anomaly=True, or callbacks=[EarlyStopping(..., check_finite=True)]",
+    "tpu_cores": "accelerator='tpu', devices={value}",
+    "track_grad_norm": "self.log_dict(grad_norm(self, norm_type)) in on_before_optimizer_step",
+    "train_percent_check": "limit_train_batches={value}",
+    "truncated_bptt_steps": "automatic_optimization = False and a loop over the parts of a sequence",
+    "use_amp": "precision='16-mixed' or 'bf16-mixed'",
+    "val_percent_check": "limit_val_batches={value}",
+    "weights_save_path": "callbacks=[ModelCheckpoint(dirpath={value})]",
+    "weights_summary": "enable_model_summary for a bool, callbacks=[ModelSummary(max_depth=n)] for a depth",
+}
+"""By argument, what to give in its place; None where there is nothing in its place."""
+
+
+def refuse_removed(options: Mapping[str, Any]) -> None:
+    """Refuse an argument that Lightning has removed, in one line with what takes its place."""
+    name = next((each for each in options if each in REMOVED), None)
+    if name is None:
+        return
+    value, instead = options[name], REMOVED[name]
+    if name in ("gpus", "num_gpus", "tpu_cores") and value in (0, "0", [], None):
+        instead = "accelerator='cpu'"
+    hint = "Leave it out." if instead is None else f"Use {instead.format(value=repr(value))} instead."
+    raise UnknownArgumentError(f"Trainer({name}={value!r}): Lightning has removed this argument. {hint}")
 
 
 # What a Trainer is asked to run on, checked in Lightning's words.

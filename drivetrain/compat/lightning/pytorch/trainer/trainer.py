@@ -29,6 +29,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     give_checkpoint_io,
     kind_of,
     log_nothing,
+    refuse_removed,
     spell,
     taken_from,
     with_external,
@@ -98,6 +99,7 @@ class Trainer(LightningSaving):
         suggest_integrations: bool = True,
         **options: Any,
     ) -> None:
+        refuse_removed(options)
         given = {**options, "logger": logger, "profiler": profiler}
         if options.get("barebones"):
             check_barebones(given)
@@ -283,6 +285,11 @@ class Trainer(LightningSaving):
     def predict_loop(self) -> EvaluationLoopView:
         """What `predict` runs."""
         return EvaluationLoopView(self, Stage.PREDICT)
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch; infinite until its loader is there."""
+        return float("inf") if self.train_dataloader is None else super().num_training_batches
 
     @property
     def num_val_batches(self) -> list[float]:

@@ -27,6 +27,7 @@ from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+    from drivetrain.trainer.loops.batches import LoaderSource
 
 # `trainer.callback_metrics` and its like as Lightning's scripts read them.
 
@@ -262,6 +263,10 @@ class EvaluationLoopView:
         """Whether there is nothing to do."""
         return sum(self.max_batches) == 0
 
+    @property
+    def _data_source(self) -> LoaderSource | None:
+        return self._trainer.task_run.sources.get(self._stage)
+
 
 class EpochLoopView:
     """The loop over the batches of an epoch."""
@@ -429,6 +434,10 @@ class FitLoopView:
     def skip(self) -> bool:
         """Whether there is nothing to train on."""
         return self.done or self._trainer.limit_train_batches == 0
+
+    @property
+    def _data_source(self) -> LoaderSource | None:
+        return self._trainer.task_run.sources.get(Stage.TRAIN)
 
 
 class ConnectorView:
