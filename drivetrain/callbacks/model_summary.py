@@ -187,6 +187,11 @@ class ModuleTable:
             columns.append(("Out sizes", [str(layer.out_size) for layer in shown]))
         return columns
 
+    @staticmethod
+    def random_state() -> AbstractContextManager[Any]:
+        """Return the context of the forward pass, which must not shift the random numbers of the training."""
+        return isolated_random_state(devices=True)
+
     def _kind(self, module: nn.Module) -> str:
         return original_type(module).__name__
 
@@ -210,8 +215,7 @@ class ModuleTable:
                     stack.callback(handle.remove)
             self._model.eval()
             stack.enter_context(torch.no_grad())
-            # The extra forward pass must not shift the random numbers of the training.
-            stack.enter_context(isolated_random_state(devices=True))
+            stack.enter_context(self.random_state())
             stack.enter_context(context)
             stack.enter_context(counter)
             try:
@@ -307,6 +311,8 @@ class ModelSummary(Callback):
         ```
     """
 
+    table_type: type[ModuleTable] = ModuleTable
+
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
         check_depth(max_depth)
         self.max_depth = max_depth
@@ -314,7 +320,7 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            table = ModuleTable(task, self.max_depth, trainer.strategy, trainer.accelerator.precision)
+            table = self.table_type(task, self.max_depth, trainer.strategy, trainer.accelerator.precision)
             columns = table.columns()
             totals = (*table.parameters, table.megabytes, table.modes)
             self.summarize(columns, *totals, total_flops=table.total_flops, **self.summarize_options)

@@ -88,7 +88,7 @@ HANDED_ON: dict[str, dict[str, str]] = {
     "lightning.fabric.accelerators.accelerator": {"drivetrain.compat.lightning.accelerators": "Accelerator"},
     "lightning.fabric.accelerators.cpu": {"drivetrain.compat.lightning.accelerators": "CPUAccelerator"},
     "lightning.fabric.accelerators.cuda": {
-        "drivetrain.compat.lightning.accelerators": "CUDAAccelerator find_usable_cuda_devices"
+        "drivetrain.compat.lightning.accelerators": "CUDAAccelerator find_usable_cuda_devices num_cuda_devices"
     },
     "lightning.fabric.accelerators.mps": {"drivetrain.compat.lightning.accelerators": "MPSAccelerator"},
     "lightning.fabric.accelerators.xla": {"drivetrain.compat.lightning.accelerators": "XLAAccelerator"},

@@ -121,7 +121,7 @@ def test_the_signature_of_a_trainer_names_every_argument() -> None:
     parameters = inspect.signature(Trainer.__init__).parameters
     assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     assert {"accelerator", "devices", "max_epochs", "callbacks", "gradient_clip_val", "barebones"} <= set(parameters)
-    assert len(parameters) - len(ONLY_HERE) == 42  # `self`, and Lightning's 41
+    assert len(set(parameters) - set(ONLY_HERE)) == 42  # `self`, and Lightning's 41
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,11 @@ class XLAAccelerator(Accelerator):
     kind = "xla"
 
 
+def num_cuda_devices() -> int:
+    """Return how many GPUs this machine has."""
+    return CUDAAccelerator.auto_device_count()
+
+
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """The numbers of this machine's GPUs."""
     if num_devices == 0:

@@ -64,6 +64,11 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs:
     rank_zero_warn(message, stacklevel=stacklevel, **{"category": LightningDeprecationWarning, **kwargs})
 
 
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """A message with the rank that it is about, if there is one."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
 def _share_rank() -> None:
     """Set the rank of the function of this name in `lightning_utilities` too: scripts import it from there."""
     if importlib.util.find_spec("lightning_utilities") is not None:

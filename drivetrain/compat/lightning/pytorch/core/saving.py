@@ -10,10 +10,38 @@ from typing import Any
 
 import yaml
 
+from drivetrain.compat.lightning.fabric.utilities.cloud_io import get_filesystem
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trackers.base import hyperparameters_of, plain
 from drivetrain.trainer.hyper_parameters import hyper_parameters_in
+
+__all__ = [
+    "get_filesystem",
+    "load_hparams_from_tags_csv",
+    "load_hparams_from_yaml",
+    "save_hparams_to_tags_csv",
+    "save_hparams_to_yaml",
+]
+
+
+def _load_from_checkpoint(
+    cls: Any,
+    checkpoint_path: Any,
+    map_location: Any = None,
+    hparams_file: Any = None,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Make a module or data module of a checkpoint, for classes that override `load_from_checkpoint`."""
+    from drivetrain.compat.lightning.pytorch import LightningDataModule, LightningModule
+
+    kind: Any = LightningModule if issubclass(cls, LightningModule) else LightningDataModule
+    if strict is not None:
+        kwargs["strict"] = strict
+    return kind.load_from_checkpoint.__func__(
+        cls, checkpoint_path, map_location=map_location, hparams_file=hparams_file, **kwargs
+    )
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:

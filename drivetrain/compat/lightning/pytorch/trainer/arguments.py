@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, get_type_hints
 from drivetrain.callbacks import Callback, ModelSummary, RichModelSummary
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
+from drivetrain.callbacks.model_summary import ModuleTable
 from drivetrain.callbacks.rich_progress_bar import require_rich
 from drivetrain.compat.lightning.accelerators import (
     Accelerator,
@@ -307,10 +309,23 @@ def with_external(given: Any) -> list[Callback]:
 def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[Callback]:
     """The callbacks with Lightning's in the place of those that the core's Trainer has added by itself.
 
-    That is the callback for checkpoints, the progress bar, and where rich is installed the model summary.
+    That is the callback for checkpoints, the progress bar, and where rich is installed the model summary. Each summary
+    draws random numbers as there.
     """
     has_rich = find_spec("rich") is not None
-    return [each if any(each is own for own in given) else _replaced(each, has_rich) for each in callbacks]
+    found = [each if any(each is own for own in given) else _replaced(each, has_rich) for each in callbacks]
+    for each in found:
+        if isinstance(each, ModelSummary) and each.table_type is ModuleTable:
+            each.table_type = DrawingTable
+    return found
+
+
+class DrawingTable(ModuleTable):
+    """A model summary whose forward pass draws from the generators of the training, as Lightning's does."""
+
+    @staticmethod
+    def random_state() -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 def _replaced(added: Callback, has_rich: bool) -> Callback:
@@ -359,9 +374,11 @@ def from_environment(init: Callable[..., None]) -> Callable[..., None]:
         found = {name: os.environ[f"PL_TRAINER_{name.upper()}"] for name in names if _is_set(name)}
         init(self, **{**{name: _value(text) for name, text in found.items()}, **given})
 
-    # Programs make options of the arguments that they find in the signature.
+    # Programs make options of the arguments that they find in the signature, and give those of theirs that it names.
     known = {**inspect.signature(CoreTrainer.__init__).parameters, **inspect.signature(init).parameters}
-    named = [each for each in known.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        each for name, each in known.items() if each.kind is not inspect.Parameter.VAR_KEYWORD and name not in ONLY_HERE
+    ]
     vars(wrapped)["__signature__"] = inspect.Signature(named)
     return wrapped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -36,10 +37,15 @@ def lightning_verb(verb: F) -> F:
     """
     name = verb.__name__
     stage = next(each for each in Stage if each.verb == name)
+    names = list(inspect.signature(verb).parameters)[2:]
 
     @wraps(verb)
     def run(self: Trainer, model: Any = None, *args: Any, **given: Any) -> Any:
         _check_module(self, name, model)
+        placed = dict(zip(names, args, strict=False))
+        if len(placed) < len(args) or placed.keys() & given.keys():
+            return verb(self, model, *args, **given)  # raises a TypeError, as such a call does
+        given |= placed
         if given.get("return_predictions", True) is None:
             del given["return_predictions"]
         keeps = given.get("return_predictions", True)
@@ -61,14 +67,14 @@ def lightning_verb(verb: F) -> F:
                     self.spawning.first_call = installed_packages()
                     if stage is Stage.PREDICT:
                         _leave_predictions(given)
-                    return verb(self, model, *args, **given)
+                    return verb(self, model, **given)
                 _open_experiments(self)
                 evaluated = self.task if model is None else uncompiled(model)
                 if stage is not Stage.TRAIN and evaluated is not None:
                     evaluated.zero_grad()
                 if self.world_size > 1:
                     reset_seed()  # several processes begin with the seed again, whatever the script drew
-                result = verb(self, model, *args, **given)
+                result = verb(self, model, **given)
                 return self.keep_predictions(result, keeps) if stage is Stage.PREDICT else result
         except LaunchError as error:
             if self.spawning is None:

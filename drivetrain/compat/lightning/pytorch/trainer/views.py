@@ -27,7 +27,6 @@ from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
-    from drivetrain.trainer.loops.batches import LoaderSource
 
 # `trainer.callback_metrics` and its like as Lightning's scripts read them.
 
@@ -219,6 +218,18 @@ class _Steps:
         return self.step.total.completed
 
 
+class DataSourceView:
+    """Where a loop gets its loaders from."""
+
+    def __init__(self, trainer: Trainer, stage: Stage) -> None:
+        self._trainer, self._stage = trainer, stage
+
+    def is_defined(self) -> bool:
+        """Whether the verb under way, or the last one, was given loaders or has a hook that makes them."""
+        source = self._trainer.task_run.sources.get(self._stage)
+        return source is not None and source.is_defined()
+
+
 class EvaluationLoopView:
     """A loop that validates, tests or predicts."""
 
@@ -254,6 +265,10 @@ class EvaluationLoopView:
         return self._trainer.keeps_predictions
 
     @property
+    def _data_source(self) -> DataSourceView:
+        return DataSourceView(self._trainer, self._stage)
+
+    @property
     def inference_mode(self) -> bool:
         """Whether it runs under `torch.inference_mode`."""
         return self._trainer.inference_mode
@@ -262,10 +277,6 @@ class EvaluationLoopView:
     def skip(self) -> bool:
         """Whether there is nothing to do."""
         return sum(self.max_batches) == 0
-
-    @property
-    def _data_source(self) -> LoaderSource | None:
-        return self._trainer.task_run.sources.get(self._stage)
 
 
 class EpochLoopView:
@@ -436,8 +447,8 @@ class FitLoopView:
         return self.done or self._trainer.limit_train_batches == 0
 
     @property
-    def _data_source(self) -> LoaderSource | None:
-        return self._trainer.task_run.sources.get(Stage.TRAIN)
+    def _data_source(self) -> DataSourceView:
+        return DataSourceView(self._trainer, Stage.TRAIN)
 
 
 class ConnectorView:

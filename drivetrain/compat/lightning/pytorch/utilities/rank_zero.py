@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
     LightningDeprecationWarning,
+    rank_prefixed_message,
     rank_zero_debug,
     rank_zero_deprecation,
     rank_zero_info,
@@ -13,6 +14,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
 
 __all__ = [
     "LightningDeprecationWarning",
+    "rank_prefixed_message",
     "rank_zero_debug",
     "rank_zero_deprecation",
     "rank_zero_info",

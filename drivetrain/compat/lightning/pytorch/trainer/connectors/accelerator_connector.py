@@ -49,6 +49,11 @@ class _AcceleratorConnector:
         else:
             self.strategy = DDPStrategy() if self.is_distributed else SingleDeviceStrategy(self._parallel_devices[0])
 
+    @property
+    def parallel_devices(self) -> list[Any]:
+        """The devices."""
+        return self._parallel_devices
+
     @staticmethod
     def _choose_auto_accelerator() -> str:
         return available_device_kinds()[0].name
