@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,25 @@ class DataLoaderShard(PreparedLoader):
     rng_types: Sequence[Any] | None = None
     synchronized_generator: torch.Generator | None = None
 
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        made = _made_by_hand(dataset, device, _non_blocking, use_stateful_dataloader, kwargs)
+        vars(self).update(vars(made))
+        self._device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
+        if skip_batches:
+            self.skip(skip_batches)
+
     @property
     def device(self) -> torch.device | None:
         """The device that batches are moved to; None if they are left where they are."""
@@ -99,6 +118,13 @@ class DataLoaderShard(PreparedLoader):
 class SkipDataLoader(SkippingLoader):
     """What `skip_first_batches` returns: its epoch can be assigned, as that of the loader that it skips in."""
 
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(_made_by_hand(dataset, None, False, use_stateful_dataloader, kwargs), skip_batches)
+
     @property
     def iteration(self) -> int:
         """The epoch of the next iteration or of the one under way."""
@@ -117,11 +143,21 @@ class SkipDataLoader(SkippingLoader):
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
     """As `drivetrain.data.skip_first_batches`."""
     view = skip_in(dataloader, num_batches)
-    return SkipDataLoader(view.whole, view.count)
+    view.__class__ = SkipDataLoader
+    return view  # type: ignore[return-value]
 
 
-class DataLoaderDispatcher(PreparedLoader):
-    """A loader of which one process reads the data: here no class of its own, so nothing is one."""
+def _made_by_hand(
+    dataset: Any, device: torch.device | None, non_blocking: bool, stateful: bool, options: Mapping[str, Any]
+) -> PreparedLoader:
+    """A loader whose batches are all this process's, as those of a class that a script calls itself."""
+    place = None if device is None else lambda batch: send_to_device(batch, device, non_blocking)
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    return _prepared(DataLoader(dataset, **options), DataShard(0, 1), config, place)
+
+
+class DataLoaderDispatcher(DataLoaderShard):
+    """A loader of which one process reads the data; those that an Accelerator prepares have no class of their own."""
 
 
 class SeedableRandomSampler(RandomSampler):

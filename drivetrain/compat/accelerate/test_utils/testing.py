@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
+import tempfile
 import unittest
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
-from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
 from drivetrain.compat.accelerate.state import AcceleratorState
 from drivetrain.compat.accelerate.utils import imports
 from drivetrain.compat.accelerate.utils.environment import str_to_bool
@@ -75,11 +77,13 @@ _CONDITIONS: dict[str, Callable[[], bool]] = {
     "require_multi_gpu": lambda: device_count > 1 and torch_device == "cuda",
     "require_multi_xpu": lambda: device_count > 1 and torch_device == "xpu",
     "require_multi_gpu_or_xpu": lambda: device_count > 1 and torch_device in ("cuda", "xpu"),
+    "require_trackers": lambda: (
+        any(map(imports.package_available, ("wandb", "tensorboard", "trackio", "swanlab")))
+        and not imports.package_available("comet_ml")
+    ),
     "slow": lambda: _flag("RUN_SLOW"),
     "skip": lambda: False,
 }
-
-_internal = absent_names(__name__, (INTERNAL, ["AccelerateTestCase", "MockingTestCase", "TempDirTestCase"]))
 
 
 def __getattr__(name: str) -> Any:
@@ -89,7 +93,7 @@ def __getattr__(name: str) -> Any:
     available = f"is_{name.removeprefix('require_')}_available"
     if name.startswith("require_") and available in dir(imports):
         return _decorator(name, getattr(imports, available))
-    return _internal(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache
@@ -114,6 +118,58 @@ def require_torch_min_version(test_case: Any = None, version: str | None = None)
 def run_first(test_case: Any) -> Any:
     """Decorate tests that are to run before others; here they run in their order."""
     return test_case
+
+
+class AccelerateTestCase(unittest.TestCase):
+    """A case after which the process knows no Accelerator any more."""
+
+    def tearDown(self) -> None:
+        """Forget the Accelerator of the test, and its state."""
+        super().tearDown()
+        AcceleratorState._reset_state(True)
+
+
+class TempDirTestCase(unittest.TestCase):
+    """A case whose tests share a directory, which each finds empty.
+
+    Attributes:
+        tmpdir: The directory.
+        clear_on_setup: Whether it is emptied before each test.
+    """
+
+    clear_on_setup = True
+    tmpdir: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Make the directory."""
+        super().setUpClass()
+        cls.tmpdir = Path(tempfile.mkdtemp())
+        cls.addClassCleanup(shutil.rmtree, cls.tmpdir, ignore_errors=True)
+
+    def setUp(self) -> None:
+        """Empty the directory."""
+        super().setUp()
+        for path in self.tmpdir.iterdir() if self.clear_on_setup else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+class MockingTestCase(unittest.TestCase):
+    """A case whose `setUp` starts mocks."""
+
+    def add_mocks(self, mocks: Any) -> None:
+        """Start one mock or several, until the test is over."""
+        self.mocks: Sequence[mock._patch[Any]] = mocks if isinstance(mocks, list | tuple) else [mocks]
+        for each in self.mocks:
+            each.start()
+            self.addCleanup(each.stop)
+
+
+class SubprocessCallException(Exception):
+    """A command that `run_command` ran has failed."""
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
@@ -164,7 +220,10 @@ def execute_subprocess_async(cmd: Sequence[str], env: Any = None, timeout: float
     return result
 
 
-def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = None) -> str | None:
-    """Run a command, and raise with its output if it fails."""
-    output: str = execute_subprocess_async(command, env).stdout
-    return output if return_stdout else None
+def run_command(command: Sequence[Any], return_stdout: bool = False, env: Any = None) -> str | None:
+    """Run a command, and raise with its output if it fails; returns all that it wrote, if asked."""
+    words = list(map(str, command))
+    result = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        raise SubprocessCallException(f"{' '.join(words)} failed with {result.returncode}:\n{result.stdout}")
+    return result.stdout if return_stdout else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -14,11 +15,15 @@ from drivetrain.accelerator import (
     DDPCommunicationHookType,
     DynamoBackend,
     MegatronLMPlugin,
-    ParallelismConfig,
     ProjectConfiguration,
-    TorchDynamoPlugin,
+)
+from drivetrain.compat.accelerate.parallelism_config import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
 )
 from drivetrain.compat.accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
+from drivetrain.compat.accelerate.utils.environment import str_to_bool
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain.data import DataLoaderConfiguration
 from drivetrain.inference import BnbQuantizationConfig
@@ -112,6 +117,26 @@ class MSAMPRecipeKwargs(engine.MSAMPRecipeKwargs, KwargsHandler):
 
 class ProfileKwargs(engine.ProfileKwargs, KwargsHandler):
     """Options of the profiler; see `drivetrain.accelerator.ProfileKwargs`."""
+
+
+@dataclass
+class TorchDynamoPlugin(engine.TorchDynamoPlugin, KwargsHandler):
+    """Options of `torch.compile`, from the environment where they are not given."""
+
+    def __post_init__(self) -> None:
+        self.backend = self.backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        self.mode = self.mode or os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+        words = (
+            ("fullgraph", "USE_FULLGRAPH"),
+            ("dynamic", "USE_DYNAMIC"),
+            ("use_regional_compilation", "USE_REGIONAL_COMPILATION"),
+        )
+        for name, word in words:
+            if getattr(self, name) is None:
+                value = os.environ.get(f"ACCELERATE_DYNAMO_{word}")
+                unset = None if name == "dynamic" else False
+                setattr(self, name, unset if value is None else str_to_bool(value, to_bool=True))
+        super().__post_init__()
 
 
 class TERecipeKwargs(engine.TERecipeKwargs, KwargsHandler):
@@ -214,20 +239,6 @@ class TorchTensorParallelPlugin:
 
     tp_size: int = 1
     torch_device_mesh: Any = None
-
-
-@dataclass
-class TorchTensorParallelConfig:
-    """Options of `ParallelismConfig(tp_handler=...)`."""
-
-    enable_async_tp: bool = False
-
-
-@dataclass
-class TorchContextParallelConfig:
-    """Options of `ParallelismConfig(cp_handler=...)`."""
-
-    cp_comm_strategy: Literal["allgather", "alltoall"] | None = None
 
 
 @dataclass
