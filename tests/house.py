@@ -447,10 +447,10 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3311),
-    "callbacks": (33, 7185),
+    "callbacks": (33, 7189),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
-    "compat": (184, 11158),
+    "compat": (185, 11401),
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4270),
