@@ -2,7 +2,7 @@
 
     python benchmarks/devices.py
 
-The devices are simulated (tests/simulated), in one process or in two. See benchmarks/README.md.
+The devices are simulated (tests/simulated), in up to four processes. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.simulated.devices import LIBRARY
 DRIVERS = ("bare", "trainer", "accelerator")
 CASES = [
     (strategy, world, precision, accumulate)
-    for strategy, world in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    for strategy, world in (("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4))
     for precision in ("32", "bf16-mixed")
     for accumulate in (1, 2)
 ]

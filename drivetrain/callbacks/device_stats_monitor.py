@@ -28,6 +28,8 @@ class DeviceStatsMonitor(Callback):
     Device values come from `torch.<device>.memory_stats`, in bytes. Machine values are `cpu_percent`, `cpu_vm_percent`
     and `cpu_swap_percent`. A device without memory statistics logs none.
 
+    Cost on a device: no kernel, and no wait of the host.
+
     Args:
         cpu_stats: Log the load of the machine. If None, it is logged if the device is the CPU.
         filter_keys: The values to log, by their names without the hook, such as `{"cpu_percent"}`. If None, log all.

@@ -54,6 +54,8 @@ class EarlyStopping(Callback):
 
     All processes stop together. The value of the main process decides.
 
+    Cost on a device: no kernel, and no wait of the host between two checks.
+
     Args:
         monitor: The name of the logged metric.
         min_delta: The smallest improvement that counts. An improvement of exactly this size does not count.

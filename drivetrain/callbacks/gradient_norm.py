@@ -23,6 +23,9 @@ class GradientNorm(Callback):
     It logs `grad_norm` every `log_every_n_steps` steps. With several optimizers the names are `grad_norm/0`,
     `grad_norm/1` and so on. Steps that are not logged compute nothing.
 
+    Cost on a device, in steps that are logged: two kernels per parameter, fewer on CUDA, and one wait of the host.
+    `by_parameter` adds one wait per parameter.
+
     Args:
         norm_type: The p of the p-norm.
         by_parameter: Also log the norm of each parameter, as `grad_norm/<name>`.

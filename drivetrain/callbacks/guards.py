@@ -344,6 +344,9 @@ class NaNGuard(Guard):
     With fp16 mixed precision, the gradient scaler handles gradients that overflow: it skips the step and lowers the
     scale. `check_gradients` then has no effect, but the loss is still checked.
 
+    Cost on a device: seven small kernels per step, and one wait of the host per check. `check_gradients` adds a kernel
+    per parameter, fewer on CUDA, and seven small ones.
+
     Args:
         monitor: `"loss"` for the value that `training_step` returns, or the name of a logged metric.
         action: `"stop"` ends the run with an error that names the step, the batches and the rank. `"skip"` skips the
@@ -463,6 +466,8 @@ class LossSpikeGuard(Guard):
     the recent values. All processes judge the mean over all of them.
 
     NaN and infinite values are ignored. Use `NaNGuard` for them.
+
+    Cost on a device: one kernel and one wait of the host per check.
 
     Args:
         monitor: `"loss"` for the value that `training_step` returns, or the name of a logged metric.

@@ -29,6 +29,8 @@ class LearningRateMonitor(Callback):
     parameter groups, the names are `lr-Adam/pg1` and so on, or `lr-Adam/<name>` if a group has a `"name"`. The
     `"name"` in a scheduler's configuration replaces `lr-Adam`.
 
+    Cost on a device: no kernel, and no wait of the host.
+
     Args:
         logging_interval: `"step"` logs whenever the Trainer logs, every `log_every_n_steps` steps. `"epoch"` logs at
             the start of each epoch. None uses the interval of each scheduler, and both for an optimizer without a

@@ -144,6 +144,8 @@ class ThroughputMonitor(Callback):
     The FLOPs of a batch are the task's `flops_per_batch` (a number, or a method without arguments). Without it,
     `torch.utils.flop_counter` measures forward and backward of the second batch. Compiled models are not measured.
 
+    Cost on a device: no kernel, and one wait of the host per log.
+
     Args:
         batch_size_fn: A function from a batch to its number of samples. If None, the count of the loader, or the first
             dimension of the batch's first tensor.
@@ -309,6 +311,8 @@ class SpeedMonitor(Callback):
     times come from `trainer.timing`. The device is never synchronized, so a loader that is as fast as the device
     causes no wait. Validations and saves do not count. At the end of `fit`, it prints one sentence about where the
     time went, unless a profiler does.
+
+    Cost on a device: no kernel, and no wait of the host.
 
     Args:
         every: The interval, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,

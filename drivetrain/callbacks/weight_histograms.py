@@ -30,6 +30,8 @@ class WeightHistograms(Callback):
     shards, so the histogram is that of the whole parameter. Strategies whose engine holds the weights (DeepSpeed,
     Megatron) raise an error.
 
+    Cost on a device, in steps that are logged: one copy of the sampled values to the host, and one wait.
+
     Args:
         every_n_steps: The number of optimizer steps between logs, or a duration such as `"1M samples"`, `"10 min"` or
             `"10%"`.
@@ -91,6 +93,7 @@ class WeightHistograms(Callback):
                 values[f"weights/{name}"] = self._sample(parameter)
             if id(parameter) in own and self.gradients and parameter.grad is not None:
                 values[f"gradients/{name}"] = self._sample(parameter.grad)
+        values = _on_host(values)
         if trainer.strategy.state.held_as != "whole":
             values = _together(values)
         trainer.tracker_group.log_histogram(values, step)
@@ -99,7 +102,17 @@ class WeightHistograms(Callback):
         flat = local_part(tensor.detach()).reshape(-1)
         # Rounded up, so that at most `max_values` values remain.
         stride = -(-flat.numel() // self.max_values) or 1
-        return flat[::stride].float().cpu()
+        return flat[::stride].float()
+
+
+def _on_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy flat tensors to the CPU, those of one device together: the host waits for the device at each copy."""
+    found: dict[str, Tensor] = {}
+    for device in {value.device for value in values.values()}:
+        here = {name: value for name, value in values.items() if value.device == device}
+        parts = torch.cat(list(here.values())).cpu().split([value.numel() for value in here.values()])
+        found |= {name: part.clone() for name, part in zip(here, parts, strict=True)}
+    return {name: found[name] for name in values}
 
 
 def _together(values: dict[str, Tensor]) -> dict[str, Tensor]:

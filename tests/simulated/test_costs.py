@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from drivetrain import (
-    EMAWeightAveraging,
-    GradientNorm,
-    LearningRateMonitor,
-    MemoryMonitor,
-    SpeedMonitor,
-    Timer,
-)
 from tests.pool import device, run_in_processes
-from tests.simulated.costs import COUNTED, copied_by_a_checkpoint, cost, cost_with_callbacks
+from tests.simulated.costs import (
+    COUNTED,
+    TEN,
+    copied_by_a_checkpoint,
+    cost,
+    costs_with_callbacks,
+    training_during_a_save,
+    waits_of_log_points,
+)
 
 pytestmark = pytest.mark.skipif(device() != "sim", reason="counts kernels of simulated devices: make test-devices")
 
 CASES = [
     pytest.param(strategy, world, precision, accumulate, id=f"{strategy}-{precision}-{accumulate}")
-    for strategy, world in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    for strategy, world in (("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4))
     for precision in ("32", "bf16-mixed")
     for accumulate in (1, 2)
 ]
@@ -55,24 +55,59 @@ def test_a_step_costs_what_it_costs_in_a_bare_loop(strategy, world, precision, a
     assert found["peak"] <= 1.01 * bare["peak"]
 
 
-@pytest.mark.parametrize(
-    ("callback", "kernels"),
-    [
-        # Kernels per optimizer step. `_foreach` operations, one or two kernels on a GPU, run tensor by tensor here.
-        (EMAWeightAveraging, 22),
-        (GradientNorm, 0),
-        (LearningRateMonitor, 0),
-        (MemoryMonitor, 0),
-        (SpeedMonitor, 0),
-        (Timer, 0),
-    ],
-)
-def test_callbacks_cost_no_wait_and_few_kernels(callback, kernels):
-    plain = costs("trainer", "single", 1, "32", 1)
-    (found,) = run_in_processes(cost_with_callbacks, 1, args=(callback,), timeout=120)
-    assert found["synchronisations"] == []
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2)])
+def test_all_values_of_a_log_point_are_read_in_one_wait(strategy, world):
+    for waits in run_in_processes(waits_of_log_points, world, args=(strategy, world), timeout=120):
+        assert len(waits) == 1, waits
+
+
+@functools.cache
+def with_callbacks() -> dict[str, dict[str, Any]]:
+    (found,) = run_in_processes(costs_with_callbacks, 1, timeout=300)
+    return found
+
+
+PARAMETERS = 20
+
+CALLBACK_COSTS = {
+    # Kernels and waits in 16 steps, one of which is a log point. `_foreach` operations, one or two kernels on a GPU,
+    # run tensor by tensor here.
+    "DeviceStatsMonitor": (0, 0),
+    "EarlyStopping": (0, 0),
+    "EMAWeightAveraging": ((PARAMETERS + 1) * COUNTED, 0),
+    "GradientNorm": (2 * PARAMETERS + 6, 1),
+    "LearningRateMonitor": (0, 0),
+    "LossSpikeGuard": (COUNTED, COUNTED),
+    "LossSpikeGuard, every 20 steps": (1, 1),
+    "MemoryMonitor": (0, 0),
+    "ModelCheckpoint": (0, 0),
+    "NaNGuard": (7 * COUNTED, COUNTED),
+    "NaNGuard, every 20 steps": (6 * COUNTED + 1, 1),
+    "NaNGuard, gradients": ((PARAMETERS + 14) * COUNTED, COUNTED),
+    "SpeedMonitor": (0, 0),
+    "StragglerMonitor": (0, 2),
+    "ThroughputMonitor": (0, 1),
+    "Timer": (0, 0),
+    "WeightAveraging": (PARAMETERS * COUNTED, 0),
+    "WeightHistograms": (1, 1),
+}
+
+
+@pytest.mark.parametrize("callback", CALLBACK_COSTS)
+def test_a_callback_costs_what_its_docstring_says(callback):
+    found, plain = with_callbacks()[callback], with_callbacks()["none"]
+    kernels, waits = CALLBACK_COSTS[callback]
     assert found["hazards"] == []
-    assert found["kernels"] <= plain["kernels"] + kernels * COUNTED
+    assert len(found["synchronisations"]) == len(plain["synchronisations"]) + waits, found["synchronisations"]
+    assert found["kernels"] - plain["kernels"] == kernels
+
+
+def test_ten_callbacks_together_cost_the_sum_of_each():
+    found, plain = with_callbacks()["ten"], with_callbacks()["none"]
+    kernels, waits = zip(*(CALLBACK_COSTS[name] for name in TEN), strict=True)
+    assert found["hazards"] == []
+    assert len(found["synchronisations"]) == len(plain["synchronisations"]) + sum(waits), found["synchronisations"]
+    assert found["kernels"] - plain["kernels"] == sum(kernels)
 
 
 def test_a_checkpoint_copies_each_byte_once():
@@ -80,3 +115,8 @@ def test_a_checkpoint_copies_each_byte_once():
     assert held > 0
     assert held <= copied <= 1.01 * held
     assert hazards == []
+
+
+def test_training_goes_on_before_a_background_save_is_written():
+    (found,) = run_in_processes(training_during_a_save, 1, timeout=120)
+    assert found == {"trained": 3, "existed": False, "done": (False, True), "exact": True, "hazards": []}

@@ -483,10 +483,10 @@ def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
-def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
+def latest_of(entries: Iterable[LoggedValue]) -> dict[str, Value]:
     # Values that are already reduced over ranks are left out.
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
-    return {each.step_name: float(each.last) for each in local if each.last is not None}
+    return {each.step_name: each.last for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -806,8 +806,11 @@ class LoggedValues:
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         if entries_to_sync(entries):
-            synced = combined(entries, self._that_count(gather_object(latest_of(entries))))
-            values.update({name: value for name, value in synced.items() if name in values})
+            own = latest_of(entries)
+            # All values in one transfer, since the host waits for the device at each.
+            numbers = to_numbers({**own, **values})
+            synced = combined(entries, self._that_count(gather_object({name: numbers[name] for name in own})))
+            values = {name: synced.get(name, numbers[name]) for name in values}
         return values
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
@@ -823,8 +826,9 @@ class LoggedValues:
             The values, and the names of those that could not be reduced and are this rank's own.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
-        own = {name: value for name, value in latest_of(entries).items() if name in values}
-        texts = exchange(json.dumps(latest_of(entries))) if own else None
+        latest = to_numbers(latest_of(entries))
+        own = {name: value for name, value in latest.items() if name in values}
+        texts = exchange(json.dumps(latest)) if own else None
         if texts is None:
             return values, sorted(own)
         synced = combined(entries, self._that_count([json.loads(text) for text in texts]))
@@ -900,7 +904,7 @@ class LoggedValues:
         local = {name: entry.portable() for name, entry in fresh.items()}
         entries = self._tables[stage].values()
         # One collective for epoch and step values. Ranks may have logged different names.
-        both = self._that_count(gather_object([{"epoch": local, "steps": latest_of(entries)}]))
+        both = self._that_count(gather_object([{"epoch": local, "steps": to_numbers(latest_of(entries))}]))
         everyone, steps = [each["epoch"] for each in both], combined(entries, [each["steps"] for each in both])
         results: list[EpochValue] = []
         # The order of names must be equal on all ranks, since a metric below runs a collective.
