@@ -23,6 +23,7 @@ from drivetrain.compat.accelerate.utils.environment import str_to_bool
 from drivetrain.compat.accelerate.utils.versions import is_torch_version
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.devices import detect_device_kind
+from drivetrain.runtime.state import forget_process
 
 _kind = detect_device_kind()
 torch_device = _kind.name
@@ -126,7 +127,7 @@ class AccelerateTestCase(unittest.TestCase):
     def tearDown(self) -> None:
         """Forget the Accelerator of the test, and its state."""
         super().tearDown()
-        AcceleratorState._reset_state(True)
+        forget_process()
 
 
 class TempDirTestCase(unittest.TestCase):
