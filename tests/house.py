@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3311),
-    "callbacks": (33, 7189),
+    "callbacks": (33, 7197),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
     "compat": (185, 11401),
@@ -457,7 +457,7 @@ ROOMS = {
     "runtime": (24, 3681),
     "strategies": (59, 10943),
     "trackers": (18, 2959),
-    "trainer": (46, 9766),
+    "trainer": (46, 9769),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

@@ -110,7 +110,7 @@ def _on_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for device in {value.device for value in values.values()}:
         here = {name: value for name, value in values.items() if value.device == device}
-        parts = torch.cat(list(here.values())).cpu().split([value.numel() for value in here.values()])
+        parts = torch.split(torch.cat(list(here.values())).cpu(), [value.numel() for value in here.values()])
         found |= {name: part.clone() for name, part in zip(here, parts, strict=True)}
     return {name: found[name] for name in values}
 
