@@ -454,10 +454,10 @@ ROOMS = {
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4270),
-    "runtime": (24, 3681),
+    "runtime": (24, 3682),
     "strategies": (59, 10943),
     "trackers": (18, 2959),
-    "trainer": (46, 9769),
+    "trainer": (46, 9767),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

@@ -507,7 +507,8 @@ def get_device_kind(name: str) -> DeviceKind:
             f"Unknown device {name!r}. Known: {', '.join(sorted(_KINDS))}.{nearest(base, _KINDS)} "
             "Use drivetrain.register_device to add another kind.",
         )
-    kind.load()
+    if kind.package:
+        kind.load()
     if not kind.is_available():
         raise DeviceNotAvailableError(
             f"Device {name!r} was requested, but {kind.why_absent()} "

@@ -102,8 +102,9 @@ def make_accelerator(
         device = "cpu"  # CUDA cannot be used in a forked process
     elif numbers is not None:
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
-    if device is not None:
-        _move_process(device)
+    state = PartialState.existing()
+    if state is not None and device not in (None, state.kind.name):
+        _move_process(state, str(device))
     return Accelerator(
         strategy=strategy,
         # Precisions have names; 16 and 32 are common shorthands.
@@ -114,13 +115,10 @@ def make_accelerator(
     )
 
 
-def _move_process(device: str) -> None:
+def _move_process(state: PartialState, device: str) -> None:
     """Move a process without a process group to the device of a new Trainer, if an earlier one ran on another."""
-    state = PartialState.existing()
-    if state is None or state.environment.is_distributed:
-        return
-    kind, number = get_device(device)
-    if kind is not state.kind or number is not None:
+    if not state.environment.is_distributed:
+        kind, number = get_device(device)
         state.move_to(kind, kind.device(number or 0))
 
 
