@@ -450,7 +450,7 @@ ROOMS = {
     "callbacks": (33, 7197),
     "checkpoint": (13, 3242),
     "cli": (18, 1572),
-    "compat": (185, 11401),
+    "compat": (185, 11410),
     "data": (14, 2995),
     "inference": (24, 5749),
     "launch": (15, 4270),

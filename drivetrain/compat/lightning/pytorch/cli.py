@@ -86,8 +86,12 @@ class LightningArgumentParser(TrainerArgumentParser):
         return self.add_class_args(lightning_class, nested_key, subclass_mode, required)
 
 
+_OF_CALLBACKS = {"EarlyStopping": {"restore_best_weights": False, "start_from_epoch": 0}}
+"""By class, the arguments of callbacks that Lightning's do not have, with their defaults."""
+
+
 def _without_unset(config: Any) -> Any:
-    """A configuration without those arguments of a Trainer that only the mirror has and are not set."""
+    """A configuration without the unset arguments of a Trainer and its callbacks that only the mirror has."""
     kept = config.clone()
     defaults = inspect.signature(Trainer.__init__).parameters
     for values in (kept, *vars(kept).values()):  # of one verb, or of all
@@ -97,6 +101,13 @@ def _without_unset(config: Any) -> Any:
         for name in ONLY_HERE:
             if options.get(name) == defaults[name].default:
                 options.pop(name, None)
+        given = options.get("callbacks")
+        for callback in given if isinstance(given, list) else [given]:
+            arguments = getattr(callback, "init_args", None)
+            kind = str(getattr(callback, "class_path", "")).rpartition(".")[2]
+            for name, default in _OF_CALLBACKS.get(kind, {}).items() if arguments is not None else ():
+                if arguments.get(name) == default:
+                    arguments.pop(name, None)
     return kept
 
 
