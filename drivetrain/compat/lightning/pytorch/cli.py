@@ -103,7 +103,7 @@ def _without_unset(config: Any) -> Any:
                 options.pop(name, None)
         given = options.get("callbacks")
         for callback in given if isinstance(given, list) else [given]:
-            arguments = getattr(callback, "init_args", None)
+            arguments: Any = getattr(callback, "init_args", None)
             kind = str(getattr(callback, "class_path", "")).rpartition(".")[2]
             for name, default in _OF_CALLBACKS.get(kind, {}).items() if arguments is not None else ():
                 if arguments.get(name) == default:
