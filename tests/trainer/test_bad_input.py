@@ -414,7 +414,7 @@ def fail_on_one_rank() -> None:
 def test_an_error_on_one_rank_leaves_fit_at_once_without_waiting_for_peers() -> None:
     with pytest.raises(ProcessesFailed) as raised:
         run_in_processes(fail_on_one_rank, 2, timeout=30)
-    assert raised.value.ranks[0] == 1
+    assert 1 in raised.value.ranks  # its peer may be the first to be seen, by the end of their connection
     assert raised.value.hung == []
     assert "ValueError: only here" in raised.value.tracebacks[1]
 
