@@ -109,17 +109,17 @@ def test_a_run_that_is_slow_but_makes_progress_is_left_alone(tmp_path: Path) -> 
         for step in range(4):
             time.sleep(1.2)
             optimizer.step()
-        for number in range(2):
+        for number in range(4):
             time.sleep(1.2)
             accelerator.wait_for_everyone()
         for batch in accelerator.prepare(torch.utils.data.DataLoader(range(4), batch_size=1)):
             time.sleep(1.2)
-        end = time.monotonic() + 3
+        end = time.monotonic() + 5
         while time.monotonic() < end:
             sum(range(1000))
         """,
     )
-    ended = launch(*TWO, "--hang_timeout", "2", "script.py", cwd=tmp_path)
+    ended = launch(*TWO, "--hang_timeout", "4", "script.py", cwd=tmp_path)
     assert (ended.code, ended.err) == (0, "")
 
 
