@@ -49,6 +49,7 @@ from drivetrain.data import (
     is_split_already,
     prepare_loader,
 )
+from drivetrain.runtime import observer
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
@@ -330,6 +331,8 @@ def make_precision(
     Raises:
         ConfigurationError: `spec` is a `Precision`, but `handlers` has options for a precision too.
     """
+    if observer.current is not None and (observed := observer.current.precision()) is not None:
+        return resolve_precision(observed)
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
@@ -387,6 +390,9 @@ def set_up_strategy(
     Raises:
         ConfigurationError: The options contradict each other, or the strategy cannot run on this kind of device.
     """
+    if observer.current is not None and (observed := observer.current.strategy()) is not None:
+        observed.setup(process)
+        return observed
     asked = (plugins.fsdp_plugin, plugins.deepspeed_plugin, plugins.parallelism_config, plugins.megatron_lm_plugin)
     chosen: str | Strategy = spec
     options = find_handler(handlers, DistributedDataParallelKwargs)
@@ -643,6 +649,8 @@ class Preparation:
         if self.compilation is not None:
             self.compilation.apply(self._strategy.unwrap(prepared) if not isinstance(model, StepModule) else model)
         self._prepared.models.append(prepared)
+        if observer.current is not None:
+            observer.current.model(prepared)
         rewrapped = [
             given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
             for given, new in zip(optimizers, stepped, strict=True)

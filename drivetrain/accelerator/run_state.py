@@ -21,6 +21,7 @@ from drivetrain.accelerator.tracking import RunTracking
 from drivetrain.checkpoint.manifest import find_places, in_schema, process_in_schema
 from drivetrain.checkpoint.save import save_queue
 from drivetrain.checkpoint.tree import pack
+from drivetrain.runtime import observer
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
@@ -481,6 +482,8 @@ class RunState:
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
         """Write a checkpoint and return its `PendingSave`, unfinished if `block` is False. A collective call."""
+        if observer.current is not None:
+            directory = observer.current.directory(os.fspath(directory))
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 

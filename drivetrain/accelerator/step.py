@@ -20,6 +20,7 @@ from drivetrain.accelerator.prepared import (
     parameters_of,
     unwrap_optimizer,
 )
+from drivetrain.runtime import observer
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import BACKWARD, CALLBACKS, OPTIMIZER, SYNC, Timing
@@ -44,13 +45,14 @@ class WeightedMean:
         in_use: True if losses have weights. None before the first loss.
         pending: True if there are gradients that `finish` has not divided yet.
         total: The total weight of the last optimizer step, over all processes.
+        divisor: The power of two by which the losses of a step are divided until `finish`.
     """
 
     strategy: Strategy
     in_use: bool | None = field(default=None, init=False)
     pending: bool = field(default=False, init=False)
     total: Tensor | None = field(default=None, init=False)
-    _divisor: float = field(default=1.0, init=False)
+    divisor: float = field(default=1.0, init=False)
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
@@ -71,7 +73,7 @@ class WeightedMean:
         given = torch.stack([own, torch.full_like(own, weight is not None)])
         total, givers = self.strategy.topology.sum(given).tolist()
         self.in_use = givers > 0
-        self._divisor = _power_of_two(total)
+        self.divisor = _power_of_two(total)
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
@@ -89,8 +91,8 @@ class WeightedMean:
         self.pending = True
         self._weights.append(own if counts else torch.zeros_like(own))
         # The strategy averages gradients over processes, so multiply by their number to get a sum. The power of two in
-        # `_divisor` keeps the gradients in range until `finish` divides them by the exact total.
-        return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
+        # `divisor` keeps the gradients in range until `finish` divides them by the exact total.
+        return loss * (self.strategy.topology.averaging_processes / self.divisor if counts else 0.0)
 
     def expect(self) -> None:
         """Expect a weighted loss in this step, so that this process joins the sum of weights even without one."""
@@ -119,7 +121,7 @@ class WeightedMean:
         self.total = total = self.strategy.topology.sum(own)
         # Without any weight there are no gradients, and 0 / 0 would turn them into NaN.
         factor = torch.where(
-            total > 0, self._divisor / total, torch.zeros_like(total)
+            total > 0, self.divisor / total, torch.zeros_like(total)
         )  # wide: gradients may be of 64 bits
         for model, optimizers in parts:
             held = {id(each): each for one in optimizers for each in parameters_of(one)}
@@ -232,8 +234,10 @@ class OptimizerStep:
 
     def drive(self, hooks: StepHooks) -> None:
         """Let the given callbacks take part in all later optimizer steps, in place of the current ones."""
-        self._hooks = hooks
         strategy, precision = self._strategy, self._precision
+        if observer.current is not None:
+            hooks = observer.current.hooks(hooks, self, precision, self._prepared)
+        self._hooks = hooks
         # Skip methods that the strategy does not override, since each call costs time in a short step.
         is_plain = hooks.run_backward is None and type(strategy).backward is _BACKWARD
         self._run_backward = Tensor.backward if is_plain else hooks.run_backward or strategy.backward
@@ -507,6 +511,8 @@ class OptimizerStep:
             # Only the optimizers that hold any of them: the others may have no gradients yet.
             for optimizer in self._prepared.owners_of(given):
                 self._unscale(optimizer)
+        if observer.current is not None:
+            observer.current.before_clipping()
         return given
 
 

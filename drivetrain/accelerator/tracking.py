@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.accelerator.accelerate_names import ProjectConfiguration
+from drivetrain.runtime import observer
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.trackers import GeneralTracker, Tracker, TrackerGroup, find_tracker, resolve_trackers
@@ -42,6 +43,8 @@ class RunTracking:
         trackers = resolve_trackers(
             self.log_with, save_dir=self.project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
         )
+        if observer.current is not None:
+            trackers = observer.current.trackers(trackers)
         self.group = TrackerGroup(trackers, self.state.is_main_process)
         states, self._states = self._states, ()
         self.group.load_state(states)

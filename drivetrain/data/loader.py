@@ -14,6 +14,7 @@ from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
 from drivetrain.data.reader import Opened, Reader
 from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
+from drivetrain.runtime import observer
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, deprecated
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import (
@@ -142,6 +143,8 @@ class PreparedLoader(DataLoader[Any]):
             opened = opened._replace(pairs=pairs)
         if self._fill:
             opened = opened._replace(pairs=filled(opened.pairs, getattr(self.loader, "batch_size", None)))
+        if observer.current is not None:
+            opened = opened._replace(pairs=observer.current.batches(self, opened.pairs))
         self._start, self._own_state = opened.start, opened.own_state
         return self._batches(opened, pend)
 
@@ -201,7 +204,8 @@ class PreparedLoader(DataLoader[Any]):
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
         if pend:
             batches = pending(opened.pairs, place)
-            if sends_ahead(place) and self._reader.reads_ahead:
+            # An observer sees batches in the steps that use them.
+            if sends_ahead(place) and self._reader.reads_ahead and observer.current is None:
                 batches = one_ahead(batches)
         else:
             pairs = opened.pairs

@@ -19,6 +19,7 @@ from drivetrain.data.order import SeedableSampler
 from drivetrain.data.placement import Place, overlapped
 from drivetrain.data.reader import Reader
 from drivetrain.data.sharding import Layout
+from drivetrain.runtime import observer
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
@@ -121,6 +122,8 @@ def prepare_loader(
             f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Use a "
             "torch.utils.data.DataLoader, or an iterable of batches.",
         )
+    if observer.current is not None:
+        loader = observer.current.loader(loader)
     config = config or DataLoaderConfiguration()
     if tail is TailPolicy.COMPLETE and not config.even_batches:
         tail = TailPolicy.UNEVEN

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
+from drivetrain.runtime import observer
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of, interval_of
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest, unknown_argument
 
@@ -107,7 +108,8 @@ class TrainerOptions:
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
         # None has a meaning here: count batches across epochs. So it must not fall back to the default.
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-        chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
+        root = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
+        chosen["default_root_dir"] = root if observer.current is None else observer.current.directory(root)
         if given["fast_dev_run"] < 0:
             raise ConfigurationError(
                 f"fast_dev_run={given['fast_dev_run']} should be >= 0. It is the number of batches to run of each "

@@ -20,6 +20,7 @@ from drivetrain.callbacks.model_summary import ModelSummary
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.report.run_report import RunReport
 from drivetrain.launch import relaunch_script
+from drivetrain.runtime import observer
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
@@ -260,7 +261,8 @@ def _start_processes(
     """Restart the script under the launcher if more processes are requested than exist."""
     if environment.is_launched:
         here = environment.local_world_size
-        if isinstance(count, int) and count not in (here, -1):
+        is_replaced = observer.current is not None and observer.current.strategy() is not None
+        if isinstance(count, int) and count not in (here, -1) and not is_replaced:
             raise ConfigurationError(
                 f"devices={count}, but the launcher ({environment.source}) started {here} process(es) on this "
                 f"machine. Use devices='auto', or start {count} with: "
@@ -325,6 +327,8 @@ def make_trackers(
         found = []
     else:
         found = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
+    if observer.current is not None:
+        found = observer.current.trackers(found)
     group = TrackerGroup(found, engine.tracking.group.is_main)
     if not engine.tracking.group.trackers:
         engine.tracking.group = group

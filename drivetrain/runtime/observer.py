@@ -1,0 +1,58 @@
+"""Observer of a run: an object that the engine tells of batches, gradients, steps and logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class Observer:
+    """Base class for tools that record what a training script does, such as `drivetrain verify`.
+
+    Each method is called at one place of the engine, and by default changes nothing. Set `current` to an instance
+    before the script creates its Accelerator or Trainer. Without an observer, nothing is called.
+    """
+
+    def strategy(self) -> Any:
+        """Return a strategy in place of the one that the script and the launcher choose, or None to keep it."""
+        return None
+
+    def precision(self) -> str | None:
+        """Return the name of a precision in place of the chosen one, or None to keep it."""
+        return None
+
+    def loader(self, loader: Any) -> Any:
+        """Return the loader to prepare in place of the script's own, before it is divided over processes."""
+        return loader
+
+    def model(self, model: Any) -> None:
+        """See each model after it was prepared."""
+
+    def batches(self, loader: Any, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Return an iterator over a prepared loader's batches, each with its `BatchInfo`, in place of `pairs`."""
+        return pairs
+
+    def hooks(self, hooks: Any, step: Any, precision: Any, prepared: Any) -> Any:
+        """Return the `StepHooks` of all later optimizer steps, in place of `hooks`.
+
+        Args:
+            hooks: The hooks of the Trainer, or empty ones.
+            step: The `OptimizerStep` that calls them.
+            precision: The precision of the run.
+            prepared: The prepared models and optimizers. It is filled later.
+        """
+        return hooks
+
+    def before_clipping(self) -> None:
+        """See gradients that are complete, and that the script is about to clip."""
+
+    def trackers(self, trackers: list[Any]) -> list[Any]:
+        """Return the experiment trackers of a run, in place of those that the script chose."""
+        return trackers
+
+    def directory(self, path: str) -> str:
+        """Return the directory for the output of a run, such as checkpoints, in place of `path`."""
+        return path
+
+
+current: Observer | None = None
