@@ -165,6 +165,7 @@ _EXPORTS: dict[str, str] = {
     "DataError": "drivetrain.runtime.errors",
     "LaunchError": "drivetrain.runtime.errors",
     **dict.fromkeys(public_names("drivetrain.inference"), "drivetrain.inference"),
+    **dict.fromkeys(public_names("drivetrain.verification"), "drivetrain.verification"),
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
@@ -330,3 +331,4 @@ if TYPE_CHECKING:
     from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
     from drivetrain.trainer.tuning.lr_search import LRFinder as LRFinder
     from drivetrain.trainer.tuning.tuner import Tuner as Tuner
+    from drivetrain.verification import *  # noqa: F403

@@ -446,18 +446,19 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3311),
+    "accelerator": (12, 3330),
     "callbacks": (33, 7197),
     "checkpoint": (13, 3242),
-    "cli": (18, 1572),
+    "cli": (18, 1576),
     "compat": (185, 11410),
-    "data": (14, 2995),
+    "data": (14, 3001),
     "inference": (24, 5749),
     "launch": (15, 4270),
-    "runtime": (24, 3682),
+    "runtime": (25, 3703),
     "strategies": (59, 10943),
     "trackers": (18, 2959),
-    "trainer": (46, 9767),
+    "trainer": (46, 9773),
+    "verification": (10, 1695),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

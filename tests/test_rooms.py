@@ -17,6 +17,7 @@ from tests.pool import ROOT
 ROOMS = {
     "compat": ["compat"],
     "inference": ["inference"],
+    "verification": ["verification"],
     "deepspeed": ["strategies/deepspeed"],
     "megatron": ["strategies/megatron", "trainer/megatron_task.py"],
     "xla": ["strategies/xla"],

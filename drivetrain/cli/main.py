@@ -26,6 +26,10 @@ _COMMANDS = {
         "drivetrain.cli.test:test",
         "Check the configured setup with a short training run.",
     ),
+    "verify": (
+        "drivetrain.verification.command:verify",
+        "Check that a script trains the same on several processes as on one.",
+    ),
     "tune": (
         "drivetrain.cli.tune:tune",
         "Try settings that could make a script's steps faster, and show the gain of each.",

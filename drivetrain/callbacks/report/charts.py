@@ -143,7 +143,7 @@ _PATTERNS = (
 )
 _KINDS = ("Loss", "Metrics", "Learning rate", "Gradient norm", "Throughput", "Data wait", "Memory", "Device")
 _PARTS = {"Loss": "Loss and metrics", "Metrics": "Loss and metrics", "Ranks": "Ranks"}
-_PARTS |= {"Learning rate": "Optimizer", "Gradient norm": "Optimizer"}
+_PARTS |= {"Learning rate": "Optimizer", "Gradient norm": "Optimizer", "Differences": "Differences"}
 _HIGHER_IS_BETTER = (
     r"acc|auc|auroc|f1|f_?beta|precision|recall|iou|dice|map\b|bleu|rouge|psnr|ssim|r2|reward|return|score|jaccard"
     r"|specificity|kappa|corr|spearman|pearson|ndcg|mrr|hit|per_?sec|throughput|mfu"

@@ -1,0 +1,285 @@
+"""Comparison of the records of two runs: the largest difference of each quantity in each step, and the first one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+Values = Mapping[str, Sequence[float]]
+
+QUANTITIES = ("rows", "loss", "gradients", "clipped gradients", "learning rates", "skipped steps", "weights", "buffers")
+"""What is compared in each step, in the order in which a step computes it."""
+
+_FLOORS = {"loss": 2e-6, "gradients": 2e-5, "clipped gradients": 2e-5, "weights": 5e-6, "buffers": 5e-6}
+"""Differences per step that are rounding in float32, whatever the measured rounding is."""
+_LOW_PRECISION = {"loss": 4e-3, "gradients": 3e-2, "clipped gradients": 3e-2, "weights": 2e-3, "buffers": 2e-3}
+ALLOWED = 4.0
+"""How many times the measured rounding the difference may be."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Records of all processes of one run.
+
+    Attributes:
+        ranks: The record of each process, by rank.
+        name: What sentences call the run.
+        folder: Folder that the records were read from.
+    """
+
+    ranks: list[dict[str, Any]]
+    name: str = "one process"
+    folder: str = ""
+
+    @classmethod
+    def read(cls, folder: Path, name: str = "one process") -> Run:
+        """Read the records that the processes of a run have written into a folder."""
+        paths = sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem[4:]))
+        return cls([json.loads(path.read_text()) for path in paths], name, str(folder))
+
+    def write(self, folder: Path) -> None:
+        """Write the records into a folder, which is created if it does not exist."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("rank*.json"):
+            old.unlink()
+        for number, rank in enumerate(self.ranks):
+            folder.joinpath(f"rank{number}.json").write_text(json.dumps(rank))
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.ranks[0]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that all processes have recorded."""
+        return min((len(rank["steps"]) for rank in self.ranks), default=0)
+
+    @property
+    def shards(self) -> int:
+        """Number of processes, or groups of processes, that train on different batches."""
+        return int(self.first.get("shards", 1))
+
+    @cached_property
+    def readers(self) -> list[int]:
+        """One rank of each group of processes that train on the same batch, in the order of the data."""
+        found: dict[int, int] = {}
+        for number, rank in enumerate(self.ranks):
+            found.setdefault(rank.get("shard", number), number)
+        return [found[shard] for shard in sorted(found)]
+
+    def rows(self, step: int) -> list[list[str]] | None:
+        """Return the digests of the rows that each reader trained on in a step. None if they are unknown."""
+        found = []
+        for rank in self.readers:
+            if not self.first["loaders"]:
+                found.append(self.ranks[rank]["steps"][step].get("inputs", []))
+                continue
+            batches = self.ranks[rank]["steps"][step].get("batches", ())
+            if any(batch["rows"] is None for batch in batches):
+                return None
+            found.append([row for batch in batches for row in batch["rows"]])
+        return found
+
+    def loss_of(self, rank: int, step: int) -> float | None:
+        losses = self.ranks[rank]["steps"][step].get("losses")
+        return math.fsum(losses) if losses else None
+
+    def loss(self, step: int) -> float | None:
+        """Return the loss of a step over all processes. None if the engine did not see it."""
+        losses = [self.loss_of(rank, step) for rank, each in enumerate(self.ranks) if each.get("computes_loss", True)]
+        seen = [loss for loss in losses if loss is not None]
+        return math.fsum(seen) / len(seen) if seen else None
+
+    def values(self, step: int, name: str) -> dict[str, list[float]]:
+        """Return recorded tensors of a step by parameter name, from the first process that has each of them.
+
+        Args:
+            step: The step.
+            name: `"gradients"`, `"weights"` or `"buffers"`.
+        """
+        found: dict[str, list[float]] = {}
+        for rank in self.ranks:
+            for key, values in rank["steps"][step].get(name, {}).items():
+                found.setdefault(key, values)
+        return found
+
+    def disagreeing(self, step: int, name: str) -> list[str]:
+        """Return the names of tensors that differ between processes after a step, in the order of the model."""
+        found = self.values(step, name)
+        return [
+            key
+            for key, values in found.items()
+            if any(
+                key in (other := rank["steps"][step].get(name, {})) and _differ(other[key], values)
+                for rank in self.ranks
+            )
+        ]
+
+    def scalar(self, step: int, name: str) -> Any:
+        return self.first["steps"][step].get(name)
+
+
+def _differ(one: Sequence[float], other: Sequence[float]) -> bool:
+    # Ranks receive the same bits from an all-reduce. Norms of shards may be summed in other orders.
+    return len(one) != len(other) or any(
+        abs(a - b) > 1e-5 * max(abs(a), abs(b)) + 1e-12
+        for a, b in zip(one, other, strict=True)
+        if not (a != a and b != b)
+    )
+
+
+@dataclass
+class Difference:
+    """Difference of one quantity between two runs in one step.
+
+    Attributes:
+        step: The step, from 0.
+        quantity: One of `QUANTITIES`.
+        size: Largest relative difference.
+        name: Name of the tensor with the largest difference, or an empty string.
+        allowed: Largest difference that counts as rounding.
+    """
+
+    step: int
+    quantity: str
+    size: float
+    name: str = ""
+    allowed: float = 0.0
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.size <= self.allowed
+
+
+def relative(found: Values, expected: Values) -> tuple[float, str]:
+    """Return the largest relative difference of two sets of tensors, and the name of the tensor.
+
+    It is relative to the root mean square of the tensor, or to a hundredth of the largest one if that is more, because
+    tensors that should be zero hold only rounding errors.
+
+    Args:
+        found: Recorded elements by name.
+        expected: The same of the run to compare with.
+    """
+    sizes = {
+        name: math.sqrt(math.fsum(v * v for v in values) / max(1, len(values))) for name, values in expected.items()
+    }
+    largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+    worst, where = 0.0, ""
+    for name, values in expected.items():
+        other = found.get(name)
+        scale = max(sizes[name], 0.01 * largest, 1e-30)
+        if other is None or len(other) != len(values):
+            size = math.inf if sizes[name] > 0 else 0.0
+        else:
+            pairs = [(a, b) for a, b in zip(other, values, strict=True) if not (a != a and b != b)]
+            size = max((abs(a - b) / scale for a, b in pairs), default=0.0)
+            size = math.inf if size != size else size
+        if size > worst:
+            worst, where = size, name
+    return worst, where
+
+
+def difference(step: int, quantity: str, found: Run, expected: Run) -> Difference | None:
+    """Return the difference of a quantity in a step between two runs. None if one of them has not recorded it.
+
+    Args:
+        step: The step.
+        quantity: One of `QUANTITIES`.
+        found: The run to judge.
+        expected: The run to compare with.
+    """
+    size, name = 0.0, ""
+    if quantity == "rows":
+        rows, others = found.rows(step), expected.rows(step)
+        if rows is None or others is None or not any(rows) or not any(others):
+            return None
+        size = float(Counter(chain(*rows)) != Counter(chain(*others)))
+    elif quantity == "loss":
+        loss, other = found.loss(step), expected.loss(step)
+        if loss is None or other is None:
+            return None
+        size = 0.0 if loss == other or (loss != loss and other != other) else abs(loss - other) / max(abs(other), 1e-2)
+        size = math.inf if size != size else size
+    elif quantity in ("gradients", "weights", "buffers"):
+        own, wanted = found.values(step, quantity), expected.values(step, quantity)
+        if not own or not wanted:
+            return None
+        size, name = relative(own, wanted)
+        if set(own) - set(wanted) and quantity == "gradients":
+            size, name = math.inf, min(set(own) - set(wanted))
+    else:
+        key = {"clipped gradients": "clipped", "learning rates": "rates", "skipped steps": "skipped"}[quantity]
+        value, other = found.scalar(step, key), expected.scalar(step, key)
+        if value is None or other is None:
+            return None
+        size, name = relative({key: _as_list(value)}, {key: _as_list(other)})[0], ""
+    return Difference(step, quantity, size, name)
+
+
+def _as_list(value: Any) -> list[float]:
+    return [float(each) for each in value] if isinstance(value, list) else [float(value)]
+
+
+@dataclass
+class Comparison:
+    """Comparison of a run with the reference, in which differences are judged by the measured rounding.
+
+    Attributes:
+        subject: The run to judge.
+        reference: The run to compare with.
+        single: A run on one process, which is the reference if nothing else was asked for.
+        rounding: The same with sums in another order and in the subject's precision.
+        differences: All differences, by step and in the order of a step.
+    """
+
+    subject: Run
+    reference: Run
+    single: Run
+    rounding: Run
+    differences: list[Difference] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        floors = _LOW_PRECISION if self.is_low else _FLOORS
+        measured = dict.fromkeys(QUANTITIES, 0.0)
+        steps = min(self.subject.steps, self.reference.steps)
+        for step in range(steps):
+            for quantity in QUANTITIES:
+                found = difference(step, quantity, self.subject, self.reference)
+                if found is None:
+                    continue
+                if quantity in floors and step < min(self.rounding.steps, self.single.steps):
+                    noise = difference(step, quantity, self.rounding, self.single)
+                    if noise is not None and math.isfinite(noise.size):
+                        measured[quantity] = max(measured[quantity], noise.size)
+                found.allowed = ALLOWED * measured[quantity] + floors.get(quantity, 0.0) * (step + 1)
+                if quantity == "skipped steps" and self.is_low:
+                    found.allowed = math.inf if self.rounding.steps > step and self._skips_alike(step) else 0.0
+                self.differences.append(found)
+
+    def _skips_alike(self, step: int) -> bool:
+        return bool(self.rounding.scalar(step, "skipped") == self.subject.scalar(step, "skipped"))
+
+    @property
+    def is_low(self) -> bool:
+        """True if the subject computes in less than float32."""
+        return self.subject.first.get("precision", "32") not in ("32", "32-true", "64", "64-true")
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference that is more than rounding, or None."""
+        return next((each for each in self.differences if not each.is_rounding), None)
+
+    @property
+    def is_identical(self) -> bool:
+        return all(each.size == 0.0 for each in self.differences)
+
+    def of(self, quantity: str) -> Iterator[Difference]:
+        return (each for each in self.differences if each.quantity == quantity)

@@ -1,0 +1,218 @@
+"""Loaders that give one process the batches of several, samples whose random numbers follow the index, and digests."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from drivetrain.runtime.pytrees import recursively_apply
+
+
+def seed_of(key: Any, draw: int = 0) -> int:
+    """Return a seed that belongs to a row, or to anything with a text, and to the number of a draw within a step."""
+    digest = hashlib.blake2b(f"{key}/{draw}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")
+
+
+class _Joined:
+    """Batch sampler that joins several batches of another one.
+
+    Args:
+        sampler: The script's batch sampler.
+        count: Number of its batches that become one.
+        is_reversed: True to reverse each batch.
+        rows: Number of rows of an epoch, or None for all.
+    """
+
+    def __init__(self, sampler: Any, count: int, is_reversed: bool, rows: int | None) -> None:
+        self.batch_sampler, self.count, self.is_reversed, self.rows = sampler, count, is_reversed, rows
+        self.sampler = getattr(sampler, "sampler", None)
+        self.batch_size = getattr(sampler, "batch_size", 1) * count
+        self.drop_last = getattr(sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches, left = iter(self.batch_sampler), math.inf if self.rows is None else self.rows
+        while left > 0 and (joined := [index for batch in islice(batches, self.count) for index in batch]):
+            joined = joined[: int(min(left, len(joined)))]
+            left -= len(joined)
+            if len(joined) == self.batch_size or not (self.drop_last and self.rows is not None):
+                yield joined[::-1] if self.is_reversed else joined
+
+    def __len__(self) -> int:
+        whole = -(-len(self.batch_sampler) // self.count)
+        if self.rows is None:
+            return whole
+        return min(whole, self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size))
+
+    def set_epoch(self, epoch: int) -> None:
+        for each in (self.batch_sampler, self.sampler):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+class _JoinedBatches:
+    """Iterable of ready batches, of which several are joined along the first dimension."""
+
+    def __init__(self, batches: Any, count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._batches)
+        while group := list(islice(batches, self._count)):
+            yield _concatenated(group)
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self._count)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+def _concatenated(group: Sequence[Any]) -> Any:
+    first = group[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(group))
+    if isinstance(first, Mapping):
+        return type(first)({key: _concatenated([each[key] for each in group]) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        return type(first)([_concatenated(parts) for parts in zip(*group, strict=True)])
+    raise TypeError(f"batches of {type(first).__name__} cannot be joined")
+
+
+class _Seeded:
+    """Dataset whose random numbers, such as those of augmentations, follow from the index of a sample.
+
+    A sample is then the same in whichever process and in whatever order it is read.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        numpy = sys.modules.get("numpy")
+        states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+        seed = seed_of(repr(index))
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % 2**32)
+            return self._dataset[index]
+        finally:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            if numpy is not None:
+                numpy.random.set_state(states[2])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
+    """Return a loader whose batches are those that several processes train on in one step.
+
+    Its samples take random numbers from their index. Only loaders of samples with an index are reversed or uneven.
+
+    Args:
+        loader: The script's loader.
+        shards: Number of its batches that become one.
+        is_reversed: True to reverse the rows of each batch.
+        uneven_over: Number of processes for which epochs are cut so that their last batch is not full, or None.
+    """
+    if not isinstance(loader, DataLoader) or (loader.batch_sampler is None and loader.batch_size is None):
+        return loader if shards == 1 else _JoinedBatches(loader, shards)
+    same, size = copy.copy(loader), (loader.batch_size or 1) * shards
+    # `DataLoader.__setattr__` refuses to change these after construction.
+    if isinstance(loader.dataset, IterableDataset):
+        object.__setattr__(same, "batch_size", size)
+        object.__setattr__(same, "batch_sampler", BatchSampler(loader.sampler, size, loader.drop_last))
+        return same
+    object.__setattr__(same, "dataset", _Seeded(loader.dataset))
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if type(batches) is BatchSampler and type(sampler) is RandomSampler:
+        # Frameworks shuffle in another order on one process than on several.
+        generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        object.__setattr__(same, "sampler", sampler)
+        object.__setattr__(same, "batch_sampler", batches)
+    if shards > 1 or is_reversed or uneven_over is not None:
+        rows = None if uneven_over is None else 2 * uneven_over * size // shards + size // shards // 2 + 1
+        object.__setattr__(same, "batch_sampler", _Joined(batches, shards, is_reversed, rows))
+        object.__setattr__(same, "batch_size", size)
+    return same
+
+
+# Identity of rows
+
+
+def rows_of(batch: Any, rows: int | None) -> list[str] | None:
+    """Return a digest of each row of a batch, or None if the batch has no tensors with that many rows.
+
+    Padding at the end of a row of token ids does not count, because batches of other sizes are padded to other lengths.
+
+    Args:
+        batch: The batch.
+        rows: Number of rows, including padding rows.
+    """
+    leaves = [each.detach().cpu() for each in _tensors(batch) if each.dim() and each.shape[0] == rows]
+    if not leaves or not rows:
+        return None
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    digests = [hashlib.blake2b(digest_size=8) for _ in range(rows)]
+    for leaf in leaves:
+        is_padded = not leaf.is_floating_point() and leaf.dim() > 1
+        for number, digest in enumerate(digests):
+            row = leaf[number]
+            if is_padded and isinstance(mask, Tensor) and mask.shape == leaf.shape:
+                row = row[mask[number].cpu().bool()]
+            elif is_padded:
+                row = _without_end(row.reshape(-1))
+            digest.update(row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [digest.hexdigest() for digest in digests]
+
+
+def _without_end(row: Tensor) -> Tensor:
+    kept = ((row != 0) & (row != -100)).nonzero()
+    return row[: int(kept[-1]) + 1] if len(kept) else row[:0]
+
+
+def counts_of(batch: Any) -> dict[str, float]:
+    """Return sums that losses are often divided by: labels that count, and elements of masks, by tensor."""
+    found: dict[str, float] = {}
+    for number, tensor in enumerate(_tensors(batch)):
+        if not tensor.is_floating_point() and tensor.dim():
+            found[f"{number} not -100"] = float((tensor != -100).sum())
+            found[f"{number} not 0"] = float((tensor != 0).sum())
+            if tensor.dim() > 1:
+                found[f"{number} not -100, shifted"] = float((tensor[:, 1:] != -100).sum())
+                found[f"{number} not 0, shifted"] = float((tensor[:, 1:] != 0).sum())
+    return found
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    recursively_apply(see, batch)
+    return found
