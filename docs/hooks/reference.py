@@ -68,6 +68,11 @@ TOPICS = {
     "trackers": Topic("Trackers", "trackers"),
     "launch": Topic("Launching from Python", "launch"),
     "inference": Topic("Big models", "inference"),
+    "verification": Topic(
+        "Verification",
+        "verification",
+        introduction="Checks that a script trains the same on several processes as on one.",
+    ),
     "runtime": Topic("Distributed utilities", "runtime"),
 }
 
@@ -84,7 +89,7 @@ WRITTEN = {
 SECTIONS = {
     "Trainer": ("trainer", "task", "data-module", "hooks", "callback", "callbacks", "tuning", "trainer-cli"),
     "Accelerator": ("accelerator", "plugins"),
-    "Components": ("strategies", "data", "checkpoint", "trackers", "launch", "inference", "runtime"),
+    "Components": ("strategies", "data", "checkpoint", "trackers", "launch", "inference", "verification", "runtime"),
     "Command line and settings": ("command-line", "configuration", "environment-variables", "extras", "exit-codes"),
 }
 
