@@ -106,7 +106,6 @@ MISTAKES = [
     _task("seed_of_the_clock", "nondeterminism", "loss"),
     _task("gathered_without_gradient", "other gradients", "gradients"),
     _raw("optimizer_of_another_model", "parameters not in the optimizer", "weights"),
-    _task("own_sampler", "rows repeated", "rows"),
     _task("token_mean", "mean per rank", "loss"),
     _task("token_mean_accumulated", "mean per rank", "loss"),
     _task("metric_of_a_rank", "metric", "logged values"),
