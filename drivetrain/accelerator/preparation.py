@@ -390,7 +390,8 @@ def set_up_strategy(
     Raises:
         ConfigurationError: The options contradict each other, or the strategy cannot run on this kind of device.
     """
-    if observer.current is not None and (observed := observer.current.strategy()) is not None:
+    observed: Strategy | None = None if observer.current is None else observer.current.strategy()
+    if observed is not None:
         observed.setup(process)
         return observed
     asked = (plugins.fsdp_plugin, plugins.deepspeed_plugin, plugins.parallelism_config, plugins.megatron_lm_plugin)
@@ -709,7 +710,10 @@ class Preparation:
         if steps_per_call is None:
             # With sharded loaders, a schedule written for one process would otherwise advance too slowly.
             once = options.dataloader_config.split_batches or not options.step_scheduler_per_process
-            steps_per_call = 1 if once else self._state.num_processes
+            processes = self._state.num_processes
+            if observer.current is not None:
+                processes = observer.current.processes(processes)
+            steps_per_call = 1 if once else processes
         prepared = PreparedScheduler(
             scheduler,
             followed,

@@ -515,6 +515,8 @@ class RunState:
         """
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
+        if observer.current is not None:
+            directory = observer.current.directory(directory)
         engine, extra = self.engine(), None
         if self.save_hooks:
             extra = checkpoint.extra_place(directory, self._state)
@@ -581,6 +583,8 @@ class RunState:
         See `Accelerator.load_state`.
         """
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
+        if observer.current is not None:
+            directory = observer.current.saved_in(directory)
         # The checkpoint to load may still be in the queue of background saves.
         self.saves.finish()
         models = list(self.prepared.models)

@@ -21,6 +21,10 @@ class Observer:
         """Return the name of a precision in place of the chosen one, or None to keep it."""
         return None
 
+    def processes(self, count: int) -> int:
+        """Return the number of processes whose batches each step takes, by which prepared schedulers step."""
+        return count
+
     def loader(self, loader: Any) -> Any:
         """Return the loader to prepare in place of the script's own, before it is divided over processes."""
         return loader
@@ -52,6 +56,10 @@ class Observer:
 
     def directory(self, path: str) -> str:
         """Return the directory for the output of a run, such as checkpoints, in place of `path`."""
+        return path
+
+    def saved_in(self, path: str) -> str:
+        """Return the directory to restore a checkpoint from, if `directory` changed where the script saved it."""
         return path
 
 

@@ -421,9 +421,9 @@ def _explain_rates(compared: Comparison, first: Difference) -> Finding:
         first,
         "scheduler",
         f"The learning rate of step {step} is {own[0]:.6g}, in {reference.name} {expected[0]:.6g}"
-        + (f": that of step {step * count}, since the scheduler steps once per process." if is_ahead else "."),
-        "Accelerator(step_scheduler_per_process=False) steps schedulers once per optimizer step. Compute the length of "
-        "the schedule from the number of optimizer steps, not of samples per process.",
+        + (f": that of step {step * count}, as if it stepped once per process." if is_ahead else "."),
+        "A prepared scheduler steps once per process for each optimizer step, so write the schedule for one process: its "
+        "length must not depend on their number. Accelerator(step_scheduler_per_process=False) steps it once.",
     )
 
 

@@ -42,6 +42,7 @@ class Recording:
         folder: Folder for the records, and for what the script saves.
         steps: Number of steps of each optimizer.
         shards: Number of batches of the script's loaders that become one batch. 1 leaves loaders unchanged.
+        processes: Number of processes that prepared schedulers step for, or None for that of the run.
         reversed: True to reverse the rows of each batch.
         strategy: Strategy in place of the script's, such as `"fsdp"` or `"fsdp+pp2"`, see `strategy_of`. None keeps it.
         precision: Name of the precision in place of the script's, or None.
@@ -54,6 +55,7 @@ class Recording:
     folder: str
     steps: int = 8
     shards: int = 1
+    processes: int | None = None
     reversed: bool = False
     strategy: str | None = None
     precision: str | None = None
@@ -185,6 +187,9 @@ class Recorder(observer.Observer):
     def precision(self) -> str | None:
         return self.asked.precision
 
+    def processes(self, count: int) -> int:
+        return self.asked.processes or count
+
     def loader(self, loader: Any) -> Any:
         asked = self.asked
         return joined(loader, asked.shards, is_reversed=asked.reversed, uneven_over=asked.uneven_over)
@@ -199,6 +204,10 @@ class Recorder(observer.Observer):
         inside = os.path.join(self.asked.output or self.asked.folder, "output")
         full = os.path.abspath(path)
         return path if full.startswith(inside) else os.path.join(inside, full.lstrip(os.sep))
+
+    def saved_in(self, path: str) -> str:
+        inside = self.directory(path)
+        return inside if os.path.exists(inside) else path
 
     def batches(self, loader: Any, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         if not any(each is loader for each in self._loaders):

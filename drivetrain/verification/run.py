@@ -400,11 +400,11 @@ class _Runs:
 
     def _on_one_process(self, flags: list[str], subject: Run, low: str) -> dict[str, Run]:
         uneven_over = len(subject.ranks) if self.uneven else None
-        key = subject.shards, low, uneven_over
+        key = subject.shards, len(subject.ranks), low, uneven_over
         if key not in self._alone:
             self.progress("The script on one process, three times")
             common = {"strategy": "single", "uneven_over": uneven_over}
-            found = self._at_once(flags, low, shards=subject.shards, **common)
+            found = self._at_once(flags, low, shards=subject.shards, processes=len(subject.ranks), **common)
             if _divides_batches(subject, found["reference"]):
                 found = self._at_once(flags, low, shards=1, **common)
             self._alone[key] = found

@@ -96,7 +96,7 @@ MISTAKES = [
     _raw("clipped_by_shard", "other gradients", "gradients", 0, "--use_fsdp"),
     _raw("weights_on_a_rank", "drift", "weights", 1),
     _raw("seed_of_the_world", "initial weights", "initial weights"),
-    _raw("scheduler_per_process", "scheduler", "learning rates", 1),
+    _raw("schedule_of_processes", "scheduler", "learning rates", 1),
     _raw("buffer_of_each_rank", "buffer of one rank", "buffers"),
     _raw("metric_of_a_rank", "metric", "logged values"),
     _raw("data_of_the_clock", "nondeterminism", "rows"),

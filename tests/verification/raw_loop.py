@@ -106,9 +106,7 @@ def clip_what_is_here(model: nn.Module) -> None:
 def main() -> None:
     set_seed(int(os.environ.get("VERIFY_SEED", "0")))
     steps = 2 if CASE in ("accumulation", "accumulation_divided") else 1
-    accelerator = Accelerator(
-        gradient_accumulation_steps=steps, step_scheduler_per_process=CASE == "scheduler_per_process"
-    )
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
     rank, world = accelerator.process_index, accelerator.num_processes
     if CASE == "seed_of_the_world":
         torch.manual_seed(world)
@@ -121,7 +119,8 @@ def main() -> None:
             [*model.parameters(), *(bias.parameters() if CASE == "module_not_prepared" else ())], lr=1e-2
         )
     )
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    total = 48 // world if CASE == "schedule_of_processes" else 48
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
     loader = make_loader(accelerator)
     bare = model
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

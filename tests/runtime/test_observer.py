@@ -50,6 +50,7 @@ def trained(folder: Path) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_state(str(folder / "state"))
+    accelerator.load_state(str(folder / "state"))
     return [task.layer.weight.detach(), *(each.detach() for each in model.parameters())]
 
 
