@@ -422,8 +422,8 @@ def _explain_rates(compared: Comparison, first: Difference) -> Finding:
         "scheduler",
         f"The learning rate of step {step} is {own[0]:.6g}, in {reference.name} {expected[0]:.6g}"
         + (f": that of step {step * count}, as if it stepped once per process." if is_ahead else "."),
-        "A prepared scheduler steps once per process for each optimizer step, so write the schedule for one process: its "
-        "length must not depend on their number. Accelerator(step_scheduler_per_process=False) steps it once.",
+        "A prepared scheduler steps once per process for each optimizer step, so write schedules for one process: "
+        "their length must not depend on the number. Accelerator(step_scheduler_per_process=False) steps it once.",
     )
 
 

@@ -72,6 +72,8 @@ class Ended(SystemExit):
 class SilentTracker(Tracker):
     """Tracker that only hands logged values to the recorder."""
 
+    in_background = False
+
     def __init__(self, log: Callable[[Mapping[str, Any], int | None], None]) -> None:
         self.name = "verify"  # type: ignore[misc]
         self._log = log

@@ -43,7 +43,9 @@ def trained(folder: Path) -> list[torch.Tensor]:
     accelerator = Accelerator(cpu=True, project_dir=str(folder))
     accelerator.init_trackers("run")
     task = Fit()
-    model, optimizer, data = accelerator.prepare(task.layer, torch.optim.SGD(task.layer.parameters(), 0.1), loader())
+    optimizer = torch.optim.SGD(task.layer.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    model, optimizer, schedule, data = accelerator.prepare(task.layer, optimizer, schedule, loader())
     for (x,) in data:
         accelerator.backward(model(x).square().mean())
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
