@@ -78,7 +78,7 @@ class RowRandom(TorchFunctionMode):
             args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         elif func in _DRAWS and kwargs.get("generator") is None:
-            return self._draw(self._keys, func, args, kwargs)
+            return self._draw(self._keys, func, args, {name: kwargs[name] for name in kwargs if name != "generator"})
         return func(*args, **kwargs)
 
     def _draw(self, keys: list[str], func: Any, args: Any, kwargs: Any) -> Any:
