@@ -298,8 +298,6 @@ class Recorder(observer.Observer):
         )
         self.record["counts_values"] = strategy.topology.counts_values
         self.record["computes_loss"] = strategy.topology.computes_loss
-        held = {id(each) for one in self._prepared.optimizers for group in one.param_groups for each in group["params"]}
-        self.record["not_held"] = [name for name, each in self._named() if each.requires_grad and id(each) not in held]
 
     def _see_loss(self, loss: Tensor) -> None:
         self._see_start()
@@ -328,6 +326,9 @@ class Recorder(observer.Observer):
         self._see_start()
         mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
         step = self._step
+        if "not_held" not in self.record:  # not earlier: during a forward pass FSDP has other parameters
+            held = {id(p) for one in self._prepared.optimizers for group in one.param_groups for p in group["params"]}
+            self.record["not_held"] = [name for name, p in self._named() if p.requires_grad and id(p) not in held]
         squares = [
             self._norm_now(name, p.grad) ** 2 for name, p in self._named() if id(p) in mine and p.grad is not None
         ]

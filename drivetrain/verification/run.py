@@ -416,12 +416,14 @@ class _Runs:
             "again": {"precision": "32"},
             "rounding": {"precision": low, "reversed": True},
         }
+        alone = ["--num_processes", "1", *flags]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            started = {
-                name: pool.submit(self._run, "one process", ["--num_processes", "1", *flags], **asked, **own)
-                for name, own in runs.items()
-            }
-            return {name: future.result() for name, future in started.items()}
+            started = {name: pool.submit(self._run, "one process", alone, **asked, **own) for name, own in runs.items()}
+            try:
+                return {name: future.result() for name, future in started.items()}
+            except ScriptFailed:
+                pass  # perhaps because they wrote to the same files
+        return {name: self._run("one process", alone, **asked, **own) for name, own in runs.items()}
 
     def _kept(self, flags: list[str]) -> list[str]:
         """Return those of the launcher's flags that apply to the other runs too."""
