@@ -256,7 +256,7 @@ $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(VENV)/.
 	$(call link-torch,$(COMPAT_VENV))
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) -e ".[deepspeed,quantization]" accelerate transformers trl peft diffusers datasets \
-		evaluate scikit-learn schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel \
+		evaluate scikit-learn schedulefree webdataset pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel \
 		ipywidgets "jsonargparse[signatures]" onnx onnxruntime onnxscript -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy \
 		pillow -c constraints.txt -c constraints-compat.txt

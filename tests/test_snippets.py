@@ -33,7 +33,11 @@ FENCE = re.compile(
 SHELL = {"bash", "sh", "shell", "console"}
 ABILITIES = {"gpu", "xla", "megatron", "pipelining"}
 """What a block may need that is no package by its name."""
-LANES = {"xla": "xla", "transformers": "compat", "peft": "compat", "onnx": "compat", "ray": "ray", "optuna": "ray"}
+LANES = {
+    "xla": "xla",
+    **dict.fromkeys(("transformers", "peft", "onnx", "huggingface_hub", "schedulefree", "webdataset"), "compat"),
+    **dict.fromkeys(("ray", "optuna"), "ray"),
+}
 """What a block may need, and the lane whose environment has it."""
 
 
