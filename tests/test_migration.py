@@ -1,4 +1,4 @@
-"""The pages on moving over from Accelerate and from Lightning: complete, and true of what is there."""
+"""The pages with the names of Accelerate and of Lightning: complete, and true of what is there."""
 
 from __future__ import annotations
 

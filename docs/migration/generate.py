@@ -1,4 +1,4 @@
-"""Each public name of Accelerate and of Lightning and its counterpart here: writes docs/migrating-from-*.md.
+"""Each public name of Accelerate and of Lightning and its counterpart here: writes the pages *-names.md.
 
     python docs/migration/generate.py            # writes the pages; fails on a gap that nothing explains
     python docs/migration/generate.py --check    # fails where a page is not what would be written
@@ -288,8 +288,12 @@ def section(owner: str, entries: list[Entry], mirror: str) -> list[str]:
     for package, is_mirrored in (("drivetrain", False), (mirror, True)):
         same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(mirror) is is_mirrored]
         if same:
-            lines += [f"You can keep these as they are. They come from `{package}`:", ""]
-            lines += [f"- {name}" for name in names_of(same, owner)] + [""]
+            lines += [
+                f"You can keep these as they are. They come from `{package}`:",
+                "",
+                '<div class="columns" markdown>',
+            ]
+            lines += [f"- {name}" for name in names_of(same, owner)] + ["</div>", ""]
     rest: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         if entry.verdict != SAME:
@@ -332,7 +336,7 @@ FRAMEWORKS = {
         (FOLDER / "accelerate_head.txt").read_text(),
         ROOMS,
         FOLDER / "explanations.yaml",
-        FOLDER.parent / "migrating-from-accelerate.md",
+        FOLDER / "accelerate-names.md",
         FOLDER / "accelerate_names.json",
     ),
     "lightning": Framework(
@@ -340,7 +344,7 @@ FRAMEWORKS = {
         (FOLDER / "lightning_head.txt").read_text(),
         (),
         FOLDER / "lightning_explanations.yaml",
-        FOLDER.parent / "migrating-from-lightning.md",
+        FOLDER / "lightning-names.md",
         FOLDER / "lightning_names.json",
     ),
 }
@@ -359,7 +363,7 @@ def unexplained(entries: list[Entry]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the pages on moving over from Accelerate and from Lightning.")
+    parser = argparse.ArgumentParser(description="Write the pages with the names of Accelerate and of Lightning.")
     parser.add_argument("--check", action="store_true", help="Write nothing; fail where a page is not up to date.")
     is_check = parser.parse_args().check
     for framework in FRAMEWORKS.values():
