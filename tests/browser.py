@@ -117,7 +117,7 @@ async function ask() {
     await until(() => !results().length, 5000);
     type(question);
     await until(() => results().length, 5000);
-    answers[question] = results().slice(0, 10).map((item) => item.querySelector("a").href);
+    answers[question] = results().slice(0, 10).map((item) => [...item.querySelectorAll("a")].map((link) => link.href));
   }
   return {ready, answers, elsewhere, error: find("[data-md-component=search-result]").innerText};
 }
@@ -166,7 +166,7 @@ class _Server(ThreadingHTTPServer):
         self.answers: Queue[dict[str, Any]] = Queue()
 
 
-def search(site: Path, questions: list[str], folder: Path) -> tuple[dict[str, list[str]], list[str]]:
+def search(site: Path, questions: list[str], folder: Path) -> tuple[dict[str, list[list[str]]], list[str]]:
     """Ask the search of a built site, in Chromium.
 
     Args:
@@ -175,7 +175,8 @@ def search(site: Path, questions: list[str], folder: Path) -> tuple[dict[str, li
         folder: Where Chromium may write.
 
     Returns:
-        For each question the pages found, in order, as paths within the site; and what the site asked of other hosts.
+        For each question the pages found, in order: the path of each within the site, and the places on it that match.
+        And what the site asked of other hosts.
     """
     with _Server(site, questions) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -193,6 +194,6 @@ def search(site: Path, questions: list[str], folder: Path) -> tuple[dict[str, li
                 server.shutdown()
     assert found["ready"], f"the search of the site gives no answers: {found['error']}"
     return {
-        question: [address_of.removeprefix(address).partition("?")[0] for address_of in pages]
+        question: [[re.sub(r"\?[^#]*", "", link.removeprefix(address)) for link in page] for page in pages]
         for question, pages in found["answers"].items()
     }, found["elsewhere"]

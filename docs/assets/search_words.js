@@ -1,5 +1,7 @@
 // The theme's search takes every word of a query as the beginning of a word, so that "a" matches all that begins with it.
 // What each question holds ("how do I ...") is left out before a query reaches the search, unless nothing else is there.
+// The search splits names at "_". Beside the parts of `val_check_interval`, a query gets the name in one piece, which the
+// entries of arguments and flags have as a tag: docs/hooks/search.py.
 (() => {
   const QUERY = 2; // the type of the messages that ask the theme's search worker
   const GRAMMAR = new Set(
@@ -19,9 +21,18 @@
     return (kept.length ? kept : words).join(" ");
   }
 
+  function withWholeNames(query) {
+    if (/["+~^*]/.test(query)) return query;
+    return query.replace(/(?<!\S)(--)?([a-z0-9]+(?:[_-][a-z0-9]+)*)(?!\S)/gi, (word, dashes, name) => {
+      const parts = name.split(dashes ? /[_-]/ : "_");
+      if (parts.length === 1 && !dashes) return word;
+      return `${dashes ? "flag" : ""}${parts.join("").toLowerCase()}^1000 ${parts.join(" ")}`;
+    });
+  }
+
   Worker.prototype.postMessage = function (message, ...more) {
     if (message && message.type === QUERY && typeof message.data === "string") {
-      message = { ...message, data: withoutGrammar(message.data) };
+      message = { ...message, data: withWholeNames(withoutGrammar(message.data)) };
     }
     return send.call(this, message, ...more);
   };
