@@ -64,4 +64,5 @@ def on_post_build(config: MkDocsConfig) -> None:
         if found := ARGUMENT.search(entry["location"]):
             entry["boost"] = BOOSTS.get(found[1], entry.get("boost", 1.0))
     index["docs"] += _terms
+    _terms.clear()  # `mkdocs serve` builds again in this process
     path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
