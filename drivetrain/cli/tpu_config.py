@@ -35,24 +35,43 @@ from drivetrain.runtime.terminal import visible
 @click.option("--install_accelerate", is_flag=True, help="Install Accelerate first.")
 @click.option("--accelerate_version", default="latest", show_default=True, help="Version of Accelerate, or dev.")
 @click.option("--debug", is_flag=True, help="Print the command instead of running it.")
-def tpu_config(
-    config_file: str | None,
-    tpu_name: str | None,
-    tpu_zone: str | None,
-    use_alpha: bool,
-    command_file: str | None,
-    command: Sequence[str],
-    install_drivetrain: bool,
-    drivetrain_version: str,
-    install_accelerate: bool,
-    accelerate_version: str,
-    debug: bool,
-) -> int:
+def tpu_config(debug: bool, **options: Any) -> int:
     """Run commands in /usr/share on all workers of a TPU pod, to set it up before a launch.
 
     \b
     drivetrain tpu-config --tpu_name pod --tpu_zone us-central1-a --command "pip install -r requirements.txt"
     """  # noqa: D301
+    gcloud = gcloud_command(**options)
+    if debug:
+        click.echo(visible(f"Running {shlex.join(gcloud)}"))
+        return 0
+    if shutil.which(gcloud[0]) is None:
+        raise ConfigurationError(
+            "gcloud is not on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or pass "
+            "--debug to print the command.",
+        )
+    code = subprocess.run(gcloud, check=False).returncode
+    click.echo("All workers ran the commands." if code == 0 else f"gcloud ended with exit code {code}.", err=code != 0)
+    return code
+
+
+def gcloud_command(
+    config_file: str | None = None,
+    tpu_name: str | None = None,
+    tpu_zone: str | None = None,
+    use_alpha: bool = False,
+    command_file: str | None = None,
+    command: Sequence[str] = (),
+    install_drivetrain: bool = False,
+    drivetrain_version: str = "latest",
+    install_accelerate: bool = False,
+    accelerate_version: str = "latest",
+) -> list[str]:
+    """Return the command that runs commands on all workers of a TPU pod. Arguments are the flags of `tpu-config`.
+
+    Raises:
+        ConfigurationError: The name, the zone or the commands are missing, or a file does not exist.
+    """
     defaults = _read(config_file)
     name = _needed("tpu_name", tpu_name or defaults.get("tpu_name"))
     zone = _needed("tpu_zone", tpu_zone or defaults.get("tpu_zone"))
@@ -65,20 +84,8 @@ def tpu_config(
         )
         if wanted
     ]
-    remote = "; ".join(["cd /usr/share", *installs, *lines])
-    gcloud = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", name]
-    gcloud += ["--zone", zone, "--command", remote, "--worker", "all"]
-    if debug:
-        click.echo(visible(f"Running {shlex.join(gcloud)}"))
-        return 0
-    if shutil.which(gcloud[0]) is None:
-        raise ConfigurationError(
-            "gcloud is not on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or pass "
-            "--debug to print the command.",
-        )
-    code = subprocess.run(gcloud, check=False).returncode
-    click.echo("All workers ran the commands." if code == 0 else f"gcloud ended with exit code {code}.", err=code != 0)
-    return code
+    gcloud = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone]
+    return [*gcloud, "--command", "; ".join(["cd /usr/share", *installs, *lines]), "--worker", "all"]
 
 
 def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any]) -> list[str]:

@@ -61,7 +61,6 @@ HANDED_ON: dict[str, dict[str, str]] = {
         )
     },
     "accelerate.checkpointing": {},
-    "accelerate.commands.launch": {},
     "accelerate.hooks": {
         "drivetrain.inference": (
             "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook "
@@ -192,18 +191,6 @@ ABSENT: dict[str, tuple[str | None, list[tuple[str, str]]]] = {
             (
                 "accelerate.absent:INTERNAL",
                 ("load_accelerator_state load_custom_state save_accelerator_state save_custom_state"),
-            )
-        ],
-    ),
-    "accelerate.commands.launch": (
-        None,
-        [
-            (
-                "accelerate.absent:OTHER_LAUNCHER",
-                (
-                    "deepspeed_launcher launch_command launch_command_parser multi_gpu_launcher "
-                    "simple_launcher tpu_launcher tpu_pod_launcher"
-                ),
             )
         ],
     ),

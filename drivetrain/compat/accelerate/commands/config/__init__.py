@@ -1,6 +1,9 @@
 """Accelerate's configuration file: where it is and what it holds."""
 
 from drivetrain.compat.accelerate.commands.config.config_args import (
+    BaseConfig,
+    ClusterConfig,
+    SageMakerConfig,
     cache_dir,
     default_config_file,
     default_json_config_file,
@@ -9,6 +12,9 @@ from drivetrain.compat.accelerate.commands.config.config_args import (
 )
 
 __all__ = [
+    "BaseConfig",
+    "ClusterConfig",
+    "SageMakerConfig",
     "cache_dir",
     "default_config_file",
     "default_json_config_file",

@@ -1,0 +1,29 @@
+"""`accelerate estimate-memory` as functions."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from drivetrain.compat.accelerate.commands.parsers import parser_of, run
+from drivetrain.inference.estimate_memory import estimate_memory
+
+__all__ = ["estimate_command", "estimate_command_parser"]
+
+_NAMES = {"model": "model_name"}
+
+
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return a parser of the model and the formats of its weights."""
+    parser = parser_of(estimate_memory, "estimate-memory", subparsers, _NAMES)
+    parser.set_defaults(func=estimate_command)
+    return parser
+
+
+def estimate_command(args: argparse.Namespace) -> None:
+    """Print the memory that a model needs for training and inference.
+
+    Raises:
+        ConfigurationError: The model is not a file of this machine, or an argument is invalid. Nothing is downloaded.
+    """
+    run(estimate_memory, args, _NAMES)
