@@ -14,7 +14,7 @@ from drivetrain.trackers.directory import DirectoryTracker, RunDirectory
 from drivetrain.trackers.group import ALIASES
 
 # Built-in trackers, imported on first use. Those whose module is missing are omitted.
-_TRACKERS: dict[str, str | type[Tracker]] = {
+TRACKERS: dict[str, str | type[Tracker]] = {
     name: place
     for name, place in {
         "csv": "drivetrain.trackers.csv:CSVLogger",
@@ -58,15 +58,15 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
         raise ConfigurationError(
             f"The tracker name {name!r} belongs to {known.__qualname__}. Use another name for {tracker.__qualname__}.",
         )
-    _TRACKERS[name] = tracker
+    TRACKERS[name] = tracker
     return tracker
 
 
 def _registered(name: str) -> type[Tracker] | None:
-    known = _TRACKERS.get(name)
+    known = TRACKERS.get(name)
     if isinstance(known, str):
         module, _, attribute = known.partition(":")
-        known = _TRACKERS[name] = getattr(import_module(module), attribute)
+        known = TRACKERS[name] = getattr(import_module(module), attribute)
     return known
 
 
@@ -82,15 +82,15 @@ def find_tracker(name: str) -> type[Tracker]:
     tracker = _registered(ALIASES.get(name, name))
     if tracker is None:
         raise ConfigurationError(
-            f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known trackers: "
-            f"{', '.join(map(repr, _TRACKERS))}. `register_tracker` adds your own.",
+            f"There is no tracker {name!r}.{nearest(name, TRACKERS)} Known trackers: "
+            f"{', '.join(map(repr, TRACKERS))}. `register_tracker` adds your own.",
         )
     return tracker
 
 
 def available_trackers() -> list[str]:
     """Return the names of the trackers whose packages are installed."""
-    return [name for name in _TRACKERS if find_tracker(name).is_available()]
+    return [name for name in TRACKERS if find_tracker(name).is_available()]
 
 
 def resolve_trackers(
@@ -136,7 +136,7 @@ def resolve_trackers(
         else:
             raise ConfigurationError(
                 f"{item!r} is not a tracker. Pass a Tracker object, or one of the names "
-                f"{', '.join(map(repr, _TRACKERS))}.",
+                f"{', '.join(map(repr, TRACKERS))}.",
                 see="trackers.md",
             )
     _share_version(trackers)

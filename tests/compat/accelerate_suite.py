@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -82,8 +83,15 @@ def fill_in(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accelerate":
             module = _module(str(node.module))
             for alias in node.names:
-                if not hasattr(module, alias.name):
+                if not hasattr(module, alias.name) and not _is_module(f"{node.module}.{alias.name}"):
                     setattr(module, alias.name, absent(alias.name, "The mirror lacks it."))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
 
 
 def _module(name: str) -> ModuleType:

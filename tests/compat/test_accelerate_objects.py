@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import unittest
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.compat.accelerate import Accelerator
-from drivetrain.compat.accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from drivetrain.compat.accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    SkipDataLoader,
+    prepare_data_loader,
+)
 from drivetrain.compat.accelerate.parallelism_config import ParallelismConfig, TorchContextParallelConfig
 from drivetrain.compat.accelerate.test_utils.testing import (
     AccelerateTestCase,
@@ -21,9 +29,14 @@ from drivetrain.compat.accelerate.test_utils.testing import (
     TempDirTestCase,
     run_command,
 )
-from drivetrain.compat.accelerate.tracking import GeneralTracker
-from drivetrain.compat.accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from drivetrain.compat.accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+from drivetrain.compat.accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+)
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers import CSVLogger
 
 
 class Kept(GeneralTracker):
@@ -147,3 +160,149 @@ def test_a_command_that_fails_raises_with_its_output() -> None:
     assert run_command(["echo", "hello"], return_stdout=True) == "hello\n"
     with pytest.raises(SubprocessCallException, match="no-such-file"):
         run_command(["ls", "no-such-file"])
+
+
+# What an Accelerator has prepared, and its parts made by hand.
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+
+
+@pytest.mark.parametrize(
+    ("data", "dispatch", "kind"),
+    [
+        ([1, 2], None, DataLoaderShard),
+        ([1, 2], True, DataLoaderDispatcher),
+        (Numbers(), None, DataLoaderDispatcher),
+        (Numbers(), False, DataLoaderShard),
+    ],
+)
+def test_the_class_of_a_prepared_loader_tells_who_reads_the_data(data: Any, dispatch: bool | None, kind: type) -> None:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    loaders = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(data), DataLoader(data))
+    by_hand = prepare_data_loader(DataLoader(data), dispatch_batches=dispatch)
+    assert [type(each) for each in (*loaders, by_hand)] == [kind] * 3
+    assert isinstance(by_hand, DataLoaderStateMixin)
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
+def test_the_users_loader_is_the_base_of_one_made_by_hand(kind: Any) -> None:
+    assert type(kind(list(range(4)), batch_size=2).base_dataloader) is DataLoader
+
+
+def shards(batches: Any, count: int, **options: Any) -> list[list[Any]]:
+    return [list(BatchSamplerShard(batches, count, index, **options)) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "count", "expected"),
+    [
+        ([[0], [1, 2], [3, 4]], 2, [[[0], [3, 4]], [[1, 2], [0]]]),
+        ([[0, 1]], 3, [[[0, 1]], [[0, 1]], [[0, 1]]]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_batches_of_different_sizes_are_completed_with_whole_ones(batches: Any, count: int, expected: Any) -> None:
+    assert shards(batches, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "even", "drop", "expected"),
+    [
+        (6, True, False, [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]),
+        (7, True, False, [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]),
+        (5, True, False, [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]),
+        (7, False, False, [[[0, 1], [4, 5]], [[2, 3], [6]]]),
+        (5, False, False, [[[0, 1], [4]], [[2, 3]]]),
+        (7, True, True, [[[0, 1]], [[2, 3]]]),
+    ],
+)
+def test_batches_of_one_size_are_completed_with_samples(size: int, even: bool, drop: bool, expected: Any) -> None:
+    batches = BatchSampler(range(size), 2, drop)
+    assert shards(batches, 2, even_batches=even) == expected
+    lengths = [len(BatchSamplerShard(batches, 2, index, even_batches=even)) for index in range(2)]
+    assert lengths == [len(each) for each in expected]
+
+
+@pytest.mark.parametrize(
+    ("even", "expected"), [(True, [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]), (False, [[[0, 1], [4, 5]], [[2, 3]]])]
+)
+def test_each_batch_is_split(even: bool, expected: Any) -> None:
+    assert shards(BatchSampler(range(6), 4, False), 2, split_batches=True, even_batches=even) == expected
+
+
+@pytest.mark.parametrize("batches", [[[0, 1], [2, 3]], BatchSampler(range(9), 3, False)])
+def test_batches_that_cannot_be_split_are_refused(batches: Any) -> None:
+    with pytest.raises(ConfigurationError, match="round multiple"):
+        BatchSamplerShard(batches, 2, 0, split_batches=True)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_wrappers_of_the_scripts_own_are_removed(keep: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    wrapped = torch.compile(torch.nn.DataParallel(model))
+    found: Any = Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=keep)  # type: ignore[arg-type]
+    assert (found._orig_mod if keep else found) is model
+
+
+# Classes of trackers.
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    """The names of trackers, which are put back."""
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    yield
+    LOGGER_TYPE_TO_CLASS.clear()
+    LOGGER_TYPE_TO_CLASS.update(before)
+
+
+class Named(Kept):
+    name = "named"
+
+    def __init__(self, run_name: str, **options: Any) -> None:
+        super().__init__(run_name)
+        self.options = options
+
+
+@pytest.mark.usefixtures("names")
+def test_a_registered_class_is_found_by_its_name_and_gets_its_options() -> None:
+    register_tracker_class(Named)
+    accelerator = Accelerator(cpu=True, log_with="named")
+    accelerator.init_trackers("project", init_kwargs={"named": {"tags": ["one"]}})
+    tracker = accelerator.trackers[0]
+    assert isinstance(tracker, Named)
+    assert (tracker.log_dir, tracker.options) == ("project", {"tags": ["one"]})
+    accelerator.end_training()
+
+
+@pytest.mark.usefixtures("names")
+def test_a_class_takes_the_place_of_one_with_its_name_with_a_warning() -> None:
+    register_tracker_class(Named)
+    other = type("Other", (Named,), {})
+    with pytest.warns(UserWarning, match="named"):
+        register_tracker_class(other)
+    assert LOGGER_TYPE_TO_CLASS["named"] is other
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict,
+        type("Nameless", (GeneralTracker,), {"requires_logging_directory": False}),
+        type("Flagless", (GeneralTracker,), {"name": "x"}),
+    ],
+)
+def test_what_is_no_class_of_a_tracker_is_not_registered(kind: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        register_tracker_class(kind)
+    assert "x" not in LOGGER_TYPE_TO_CLASS
+
+
+def test_trackers_of_drivetrain_are_among_the_classes() -> None:
+    assert LOGGER_TYPE_TO_CLASS["csv"] is CSVLogger
+    assert len(LOGGER_TYPE_TO_CLASS) == len(list(LOGGER_TYPE_TO_CLASS))
+    with pytest.raises(KeyError):
+        LOGGER_TYPE_TO_CLASS["none_of_them"]

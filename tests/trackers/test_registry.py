@@ -37,7 +37,7 @@ class ListTracker(Tracker):
 @pytest.fixture
 def registered() -> Iterator[type[ListTracker]]:
     yield register_tracker(ListTracker)
-    del registry._TRACKERS["list"]
+    del registry.TRACKERS["list"]
 
 
 @pytest.mark.parametrize(

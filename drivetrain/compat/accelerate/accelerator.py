@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain import accelerator as engine
 from drivetrain.accelerator.preparation import PrecisionForward
 from drivetrain.accelerator.run_state import LoadHook, SaveHook
-from drivetrain.compat.accelerate.data_loader import DataLoaderShard, SkipDataLoader, skip_first_batches
+from drivetrain.compat.accelerate.data_loader import SkipDataLoader, shown_as_prepared, skip_first_batches
 from drivetrain.compat.accelerate.members import ReadMembers
 from drivetrain.compat.accelerate.optimizer import AcceleratedOptimizer
 from drivetrain.compat.accelerate.scheduler import AcceleratedScheduler
@@ -36,7 +36,6 @@ __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin
 
 _STRATEGIES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 _KINDS: dict[type, type] = {
-    PreparedLoader: DataLoaderShard,
     engine.PreparedOptimizer: AcceleratedOptimizer,
     engine.PreparedScheduler: AcceleratedScheduler,
 }
@@ -119,6 +118,19 @@ class Accelerator(ReadMembers):
         """As `drivetrain.Accelerator.prepare_model`."""
         return self._mirrored(super().prepare_model(model, device_placement, evaluation_mode))
 
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """As `drivetrain.Accelerator.unwrap_model`, also without wrappers of torch's that the script has added."""
+        found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        compiled: Any = found if hasattr(found, "_orig_mod") else None
+        bare = found if compiled is None else compiled._orig_mod
+        while isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            bare = bare.module
+        if compiled is None or bare is compiled._orig_mod:
+            return bare if compiled is None else compiled
+        return type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore[no-any-return]
+
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """As `drivetrain.Accelerator.prepare_optimizer`."""
         return self._mirrored(super().prepare_optimizer(optimizer, device_placement))
@@ -159,7 +171,9 @@ class Accelerator(ReadMembers):
         if kind is not None:
             prepared.__class__ = kind
             prepared.accelerator = self
-        if kind is DataLoaderShard:
+        if type(prepared) is PreparedLoader:
+            prepared = shown_as_prepared(prepared, self.preparation.options.dataloader_config.dispatch_batches)
+            prepared.accelerator = self
             moves = self.device_placement if device_placement is None else device_placement
             prepared._device = self.device if moves else None
             show_even_batches([prepared])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from drivetrain.data import (
     prepare_loader,
 )
 from drivetrain.data import skip_first_batches as skip_in
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderAdapter",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",
@@ -39,10 +43,18 @@ __all__ = [
     "skip_first_batches",
 ]
 
-__getattr__ = absent_names(__name__, (INTERNAL, ["DataLoaderAdapter", "DataLoaderStateMixin", "MpDeviceLoaderWrapper"]))
+__getattr__ = absent_names(__name__, (INTERNAL, ["MpDeviceLoaderWrapper"]))
 
 
-class DataLoaderShard(PreparedLoader):
+class DataLoaderAdapter:
+    """What all loaders of this module are, to check instances against: around a loader of the user's."""
+
+
+class DataLoaderStateMixin:
+    """What loaders that an Accelerator has prepared are, to check instances against."""
+
+
+class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
     """A prepared loader with the members that only Accelerate's scripts read and assign.
 
     Attributes:
@@ -90,10 +102,8 @@ class DataLoaderShard(PreparedLoader):
     def iteration(self, epoch: int) -> None:
         self.set_epoch(epoch)
 
-    @property
-    def base_dataloader(self) -> Any:
-        """The user's own loader."""
-        return self.loader
+    def __getattr__(self, name: str) -> Any:
+        return self.loader if name == "base_dataloader" else super().__getattr__(name)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -115,7 +125,7 @@ class DataLoaderShard(PreparedLoader):
         return bool(getattr(self.loader, "drop_last", False))
 
 
-class SkipDataLoader(SkippingLoader):
+class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
     """What `skip_first_batches` returns: its epoch can be assigned, as that of the loader that it skips in."""
 
     _is_accelerate_prepared = True
@@ -133,6 +143,9 @@ class SkipDataLoader(SkippingLoader):
     @iteration.setter
     def iteration(self, epoch: int) -> None:
         self.whole.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.whole.loader if name == "base_dataloader" else super().__getattr__(name)
 
     @property
     def skip_batches(self) -> int:
@@ -157,7 +170,7 @@ def _made_by_hand(
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """A loader of which one process reads the data; those that an Accelerator prepares have no class of their own."""
+    """A prepared loader of which one process reads the data and gives the others theirs."""
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -182,7 +195,18 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler."""
+    """One process's batches of a batch sampler.
+
+    Args:
+        batch_sampler: What gives the batches of all processes. Without a `batch_size`, their sizes may differ.
+        num_processes: Number of processes.
+        process_index: The process whose batches are given.
+        split_batches: True to give each process a part of every batch. False gives the processes batches in turn.
+        even_batches: True to complete the last step with samples of the first one.
+
+    Raises:
+        ConfigurationError: Batches are to be split, and have no size or one that the processes do not divide.
+    """
 
     def __init__(
         self,
@@ -197,33 +221,65 @@ class BatchSamplerShard(BatchSampler):
         self.split_batches, self.even_batches = split_batches, even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-
-    def _loader(self) -> PreparedLoader:
-        indices = _Indices()
-        loader = DataLoader(indices, batch_sampler=self.batch_sampler, collate_fn=list)
-        config = DataLoaderConfiguration(split_batches=self.split_batches, even_batches=self.even_batches)
-        return _prepared(loader, DataShard(self.process_index, self.num_processes), config)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ConfigurationError(
+                f"split_batches=True requires a batch sampler whose batch_size is a round multiple of num_processes="
+                f"{num_processes}, and it is {self.batch_size}.",
+            )
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._loader())
+        return self._split() if self.split_batches else self._in_turn()
+
+    def _split(self) -> Iterator[list[int]]:
+        own = self.batch_size // self.num_processes
+        mine = slice(own * self.process_index, own * (self.process_index + 1))
+        first: list[int] = []
+        for batch in map(list, self.batch_sampler):
+            first = first or batch
+            missing = self.batch_size - len(batch)
+            if missing and self.drop_last:
+                continue
+            if missing and self.even_batches:
+                batch += islice(cycle(first), missing)
+            if batch[mine]:
+                yield batch[mine]
+
+    def _in_turn(self) -> Iterator[list[int]]:
+        first: list[list[int]] = []
+        step: list[list[int]] = []
+        for batch in map(list, self.batch_sampler):
+            if len(step) == self.num_processes:
+                yield step[self.process_index]
+                step = []
+            step.append(batch)
+            if len(first) < self.num_processes:
+                first.append(list(batch))
+        is_whole = len(step) == self.num_processes and self.batch_size in (None, *map(len, step[-1:]))
+        if self.even_batches and step and not is_whole and not self.drop_last:
+            self._complete(step, first)
+        if self.process_index < len(step) and (is_whole or not self.drop_last):
+            yield step[self.process_index]
+
+    def _complete(self, step: list[list[int]], first: Sequence[list[int]]) -> None:
+        """Complete the batches of the last step: with whole batches where sizes differ, else with samples."""
+        if self.batch_size is None:
+            step += islice(cycle(first), self.num_processes - len(step))
+            return
+        filler = cycle(chain.from_iterable(first))
+        step += [[] for _ in range(self.num_processes - len(step))]
+        for batch in step:
+            batch += islice(filler, self.batch_size - len(batch))
 
     def __len__(self) -> int:
-        return len(self._loader())
+        if self.split_batches:
+            return len(self.batch_sampler)
+        steps, rest = divmod(len(self.batch_sampler), self.num_processes)
+        return steps + (not self.drop_last and rest > (0 if self.even_batches else self.process_index))
 
     @property
     def total_length(self) -> int:
         """Batches of all processes."""
         return len(self.batch_sampler)
-
-
-class _Indices(torch.utils.data.Dataset[int]):
-    """A dataset whose items are their indices."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return 2**62
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -314,7 +370,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
-) -> PreparedLoader:
+) -> DataLoaderShard:
     """Prepare a loader without an Accelerator."""
     state = PartialState()
     shard = DataShard(
@@ -331,7 +387,14 @@ def prepare_data_loader(
     )
     target = state.device if device is None else device
     place = (lambda batch: send_to_device(batch, target, non_blocking)) if put_on_device else None
-    return _prepared(dataloader, shard, config, place)
+    return shown_as_prepared(_prepared(dataloader, shard, config, place), dispatch_batches)
+
+
+def shown_as_prepared(loader: PreparedLoader, dispatch: bool | None) -> DataLoaderShard:
+    """Give a loader the class that tells whether one process reads the data. Returns the same object."""
+    streams = isinstance(getattr(loader.loader, "dataset", None), IterableDataset)
+    loader.__class__ = DataLoaderDispatcher if (streams if dispatch is None else dispatch) else DataLoaderShard
+    return loader  # type: ignore[return-value]
 
 
 def _prepared(

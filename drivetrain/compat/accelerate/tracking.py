@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
 from inspect import Parameter, Signature
 from typing import Any
 
 from drivetrain import trackers
 from drivetrain.compat.accelerate.absent import absent
 from drivetrain.compat.instances import StandsFor
-from drivetrain.trackers import TensorBoardLogger, on_main_process, register_tracker, resolve_trackers
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers import TensorBoardLogger, find_tracker, on_main_process, resolve_trackers
+from drivetrain.trackers.group import ALIASES
+from drivetrain.trackers.registry import TRACKERS
 
 __all__ = [
+    "LOGGER_TYPE_TO_CLASS",
     "GeneralTracker",
     "TensorBoardTracker",
     "get_available_trackers",
@@ -20,7 +25,6 @@ __all__ = [
     "register_tracker_class",
 ]
 
-register_tracker_class = register_tracker
 filter_trackers = resolve_trackers
 
 
@@ -28,6 +32,60 @@ class GeneralTracker(trackers.GeneralTracker):
     """`drivetrain.GeneralTracker`, called where the loop logs, so that a script can read at once what was logged."""
 
     in_background = False
+
+
+class TrackerClasses(MutableMapping[str, type[trackers.Tracker]]):
+    """The classes that `log_with` finds by name, those of drivetrain too."""
+
+    def __getitem__(self, name: str) -> type[trackers.Tracker]:
+        if name not in TRACKERS and name not in ALIASES:
+            raise KeyError(name)
+        return find_tracker(name)
+
+    def __setitem__(self, name: str, tracker: type[trackers.Tracker]) -> None:
+        TRACKERS[name] = tracker
+
+    def __delitem__(self, name: str) -> None:
+        del TRACKERS[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(TRACKERS))
+
+    def __len__(self) -> int:
+        return len(TRACKERS)
+
+
+LOGGER_TYPE_TO_CLASS = TrackerClasses()
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Let `log_with` find a class by its name, in the place of another class with that name.
+
+    Args:
+        tracker_class: A subclass of `GeneralTracker` with `name` and `requires_logging_directory`. It is called with
+            the name of the project, with the directory if it requires one, and with its part of `init_kwargs`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigurationError: It is not such a class.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, trackers.GeneralTracker)):
+        raise ConfigurationError(f"{tracker_class!r} is not a subclass of GeneralTracker.", see="trackers.md")
+    for name in ("name", "requires_logging_directory"):
+        if getattr(tracker_class, name, "") == "":
+            raise ConfigurationError(f"{tracker_class.__qualname__} has no `{name}`. Define it in the class.")
+    known = LOGGER_TYPE_TO_CLASS.get(tracker_class.name)
+    if known is not None:
+        warnings.warn(
+            f"The tracker name {tracker_class.name!r} belonged to {known.__qualname__}, which log_with does not find "
+            f"any more: it is {tracker_class.__qualname__} now.",
+            UserWarning,
+            stacklevel=2,
+        )
+    LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
+    return tracker_class
 
 
 class TensorBoardTracker(TensorBoardLogger, metaclass=StandsFor, original=TensorBoardLogger):
