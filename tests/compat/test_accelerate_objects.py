@@ -35,6 +35,8 @@ from drivetrain.compat.accelerate.utils import (
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
 )
+from drivetrain.compat.accelerate.utils.environment import convert_dict_to_env_variables, purge_accelerate_environment
+from drivetrain.compat.accelerate.utils.other import clean_state_dict_for_safetensors, without_wrappers
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import CSVLogger
 
@@ -240,11 +242,64 @@ def test_batches_that_cannot_be_split_are_refused(batches: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_wrappers_of_the_scripts_own_are_removed(keep: bool) -> None:
+@pytest.mark.parametrize("compile_first", [True, False])
+@pytest.mark.parametrize("of", ["accelerator", "no accelerator"])
+def test_wrappers_of_the_scripts_own_are_removed(keep: bool, compile_first: bool, of: str) -> None:
     model = torch.nn.Linear(2, 2)
-    wrapped = torch.compile(torch.nn.DataParallel(model))
-    found: Any = Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=keep)  # type: ignore[arg-type]
-    assert (found._orig_mod if keep else found) is model
+    wraps: list[Any] = [torch.compile, torch.nn.DataParallel]
+    wrapped: Any = model
+    for wrap in wraps if compile_first else reversed(wraps):
+        wrapped = wrap(wrapped)
+    if of == "accelerator":
+        found = Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=keep)
+    else:
+        found = without_wrappers(wrapped, keep)
+    assert (getattr(found, "_orig_mod", None) if keep else found) is model
+
+
+# Helpers of tests and of saving.
+
+
+def test_variables_are_afterwards_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_KEPT", "1")
+    monkeypatch.delenv("ACCELERATE_NEW", raising=False)
+
+    @purge_accelerate_environment
+    class Base:
+        def test_first(self) -> None: ...
+
+    class Derived(Base):
+        def test_second(self) -> None:
+            os.environ.update(ACCELERATE_KEPT="2", ACCELERATE_NEW="3")
+
+    Derived().test_second()
+    assert os.environ["ACCELERATE_KEPT"] == "1"
+    assert "ACCELERATE_NEW" not in os.environ
+
+
+def test_a_class_keeps_what_it_does_when_it_is_inherited_from() -> None:
+    made: list[tuple[str, bool]] = []
+
+    @purge_accelerate_environment
+    class Base:
+        def __init_subclass__(cls, *, slow: bool = False) -> None:
+            made.append((cls.__name__, slow))
+
+    class Derived(Base, slow=True): ...
+
+    assert made == [(Derived.__name__, True)]
+
+
+def test_variables_that_would_break_a_line_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert convert_dict_to_env_variables({"GOOD": "1", "BAD": "<1"}) == ["GOOD=1\n"]
+    assert "BAD" in caplog.text
+
+
+def test_tensors_that_share_memory_are_saved_once_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    shared = torch.ones(2)
+    assert list(clean_state_dict_for_safetensors({"a": shared, "b": shared})) == ["a"]
+    assert "Removed shared tensor" in caplog.text
+    assert "'b'" in caplog.text
 
 
 # Classes of trackers.

@@ -25,6 +25,7 @@ from drivetrain.compat.accelerate.scheduler import AcceleratedScheduler
 from drivetrain.compat.accelerate.state import AcceleratorState, GradientState, record_accelerator
 from drivetrain.compat.accelerate.utils.dataclasses import GradientAccumulationPlugin
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
+from drivetrain.compat.accelerate.utils.other import without_wrappers
 from drivetrain.data import DataLoaderConfiguration, PreparedLoader, SkippingLoader, TailPolicy
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import ConfigurationError
@@ -123,13 +124,7 @@ class Accelerator(ReadMembers):
     ) -> nn.Module:
         """As `drivetrain.Accelerator.unwrap_model`, also without wrappers of torch's that the script has added."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-        compiled: Any = found if hasattr(found, "_orig_mod") else None
-        bare = found if compiled is None else compiled._orig_mod
-        while isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            bare = bare.module
-        if compiled is None or bare is compiled._orig_mod:
-            return bare if compiled is None else compiled
-        return type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore[no-any-return]
+        return without_wrappers(found, keep_torch_compile)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """As `drivetrain.Accelerator.prepare_optimizer`."""

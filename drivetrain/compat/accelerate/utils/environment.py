@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import platform
 import sys
@@ -18,6 +19,8 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 
 Definition = TypeVar("Definition")
+
+logger = logging.getLogger("accelerate.utils.environment")
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
@@ -147,29 +150,48 @@ def _put_back(variables: Mapping[str, str | None]) -> None:
 
 
 def purge_accelerate_environment(func_or_cls: Definition) -> Definition:
-    """Decorate a test, or a class of tests, so that it leaves no `ACCELERATE_*` variable behind."""
+    """Decorate a test, or a class of tests, so that `ACCELERATE_*` variables are afterwards what they were before.
+
+    The tests of subclasses are decorated too.
+    """
     if isinstance(func_or_cls, type):
-        for name, member in list(vars(func_or_cls).items()):
-            if name.startswith("test") and callable(member):
-                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        _purge_tests(func_or_cls)
+        given = vars(func_or_cls).get("__init_subclass__")
+
+        def purge_subclass(kind: type, **kwargs: Any) -> None:
+            if given is None:
+                super(func_or_cls, kind).__init_subclass__(**kwargs)
+            else:
+                given.__get__(None, kind)(**kwargs)
+            _purge_tests(kind)
+
+        func_or_cls.__init_subclass__ = classmethod(purge_subclass)  # type: ignore[assignment]
         return func_or_cls
 
     @functools.wraps(func_or_cls)  # type: ignore[arg-type]
     def purged(*args: Any, **kwargs: Any) -> Any:
-        before = {name for name in os.environ if name.startswith("ACCELERATE_")}
+        before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         try:
             return func_or_cls(*args, **kwargs)  # type: ignore[operator]
         finally:
-            for name in [each for each in os.environ if each.startswith("ACCELERATE_") and each not in before]:
-                del os.environ[name]
+            new = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in before]
+            _put_back(before | dict.fromkeys(new))
 
     return purged  # type: ignore[return-value]
 
 
+def _purge_tests(kind: type) -> None:
+    for name, member in list(vars(kind).items()):
+        if name.startswith("test") and callable(member):
+            setattr(kind, name, purge_accelerate_environment(member))
+
+
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     """The variables as lines `NAME=value`; those that would break a line are left out."""
-    forbidden = (";", "\n", "<", ">", " ")
-    return [f"{name}={value}\n" for name, value in current_env.items() if not any(c in name + value for c in forbidden)]
+    broken = [name for name, value in current_env.items() if any(each in name + value for each in ";\n<> ")]
+    if broken:
+        logger.warning(f"Skipped the environment variables {broken}: a name or value has a space or one of ; < >.")
+    return [f"{name}={value}\n" for name, value in current_env.items() if name not in broken]
 
 
 def check_os_kernel() -> None:

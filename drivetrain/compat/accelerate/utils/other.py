@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -39,6 +40,8 @@ __all__ = [
     "wait_for_everyone",
     "write_basic_config",
 ]
+
+logger = logging.getLogger("accelerate.utils.other")
 
 
 def wait_for_everyone() -> None:
@@ -92,23 +95,40 @@ def extract_model_from_parallel(
     accelerator = latest_accelerator()
     if accelerator is not None:
         return accelerator.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-    inner: nn.Module = model.module if hasattr(model, "device_ids") else model  # type: ignore[assignment]
-    original = getattr(inner, "_orig_mod", inner)
-    return inner if keep_torch_compile else original
+    return without_wrappers(model, keep_torch_compile)
+
+
+def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
+    """Return a module without torch's own wrappers for several devices; a compiled one may stay compiled."""
+    bare, compiled = model, None
+    while True:
+        if is_compiled_module(bare):
+            compiled, bare = compiled or bare, bare._orig_mod  # type: ignore[assignment]
+        elif isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            bare = bare.module
+        else:
+            break
+    if compiled is None or not keep_torch_compile:
+        return bare
+    return compiled if compiled._orig_mod is bare else type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict in which each storage occurs once and every tensor is contiguous, as safetensors needs it."""
     seen: set[tuple[torch.device, int, torch.Size]] = set()
     kept: dict[str, torch.Tensor] = {}
+    shared: list[str] = []
     for name, tensor in state_dict.items():
         if isinstance(tensor, torch.Tensor):
             key = (tensor.device, tensor.data_ptr(), tensor.shape)
             if tensor.nelement() and key in seen:
+                shared.append(name)
                 continue
             seen.add(key)
             tensor = tensor.contiguous()
         kept[name] = tensor
+    if shared:
+        logger.warning(f"Removed shared tensor name(s) {shared}: each tensor is saved once, under its first name.")
     return kept
 
 
