@@ -716,7 +716,8 @@ def call_in_processes(
     }
     for attempt in range(options.max_restarts + 1):
         variables["MASTER_PORT"] = str(options.main_process_port or free_port())
-        variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        # Under torchrun, its agent serves the store of its own processes, not of these.
+        variables |= {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         first_rank = options.machine_rank * plan.local_processes
         try:
             return Processes(start_method, call, variables, first_rank, takes_over).run()

@@ -111,6 +111,15 @@ def test_a_process_that_is_done_waits_until_its_peers_have_met_it(method: str, t
     assert sorted(os.listdir(tmp_path)) == ["rank 0 left", "rank 1 left"]
 
 
+def test_processes_meet_also_where_torchrun_has_started_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The agent of torchrun serves the store of its own processes only. Without care, these would wait for it.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    notebook_launcher(_notes_that_it_leaves, (str(tmp_path),), num_processes=2)
+    assert sorted(os.listdir(tmp_path)) == ["rank 0 left", "rank 1 left"]
+
+
 def _notes_that_it_leaves(folder: str) -> None:
     state = PartialState()
     state.before_leaving(Path(folder, f"rank {state.process_index} left").touch)
