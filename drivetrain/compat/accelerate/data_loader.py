@@ -208,6 +208,8 @@ class BatchSamplerShard(BatchSampler):
         ConfigurationError: Batches are to be split, and have no size or one that the processes do not divide.
     """
 
+    batch_size: Any
+
     def __init__(
         self,
         batch_sampler: BatchSampler,
@@ -219,7 +221,7 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches, self.even_batches = split_batches, even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ConfigurationError(

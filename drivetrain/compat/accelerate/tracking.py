@@ -58,7 +58,7 @@ class TrackerClasses(MutableMapping[str, type[trackers.Tracker]]):
 LOGGER_TYPE_TO_CLASS = TrackerClasses()
 
 
-def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+def register_tracker_class(tracker_class: type[Any]) -> type[Any]:
     """Let `log_with` find a class by its name, in the place of another class with that name.
 
     Args:

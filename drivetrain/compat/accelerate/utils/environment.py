@@ -155,17 +155,18 @@ def purge_accelerate_environment(func_or_cls: Definition) -> Definition:
     The tests of subclasses are decorated too.
     """
     if isinstance(func_or_cls, type):
-        _purge_tests(func_or_cls)
-        given = vars(func_or_cls).get("__init_subclass__")
+        owner: Any = func_or_cls
+        _purge_tests(owner)
+        given = vars(owner).get("__init_subclass__")
 
         def purge_subclass(kind: type, **kwargs: Any) -> None:
             if given is None:
-                super(func_or_cls, kind).__init_subclass__(**kwargs)
+                super(owner, kind).__init_subclass__(**kwargs)
             else:
                 given.__get__(None, kind)(**kwargs)
             _purge_tests(kind)
 
-        func_or_cls.__init_subclass__ = classmethod(purge_subclass)  # type: ignore[assignment]
+        owner.__init_subclass__ = classmethod(purge_subclass)
         return func_or_cls
 
     @functools.wraps(func_or_cls)  # type: ignore[arg-type]

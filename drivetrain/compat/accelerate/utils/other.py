@@ -100,17 +100,18 @@ def extract_model_from_parallel(
 
 def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
     """Return a module without torch's own wrappers for several devices; a compiled one may stay compiled."""
-    bare, compiled = model, None
-    while True:
+    bare: Any = model
+    compiled: Any = None
+    while is_compiled_module(bare) or isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel):
         if is_compiled_module(bare):
-            compiled, bare = compiled or bare, bare._orig_mod  # type: ignore[assignment]
-        elif isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            bare = bare.module
+            compiled = bare if compiled is None else compiled
+            bare = bare._orig_mod
         else:
-            break
-    if compiled is None or not keep_torch_compile:
-        return bare
-    return compiled if compiled._orig_mod is bare else type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore
+            bare = bare.module
+    if compiled is not None and keep_torch_compile:
+        bare = compiled if compiled._orig_mod is bare else type(compiled)(bare, compiled.dynamo_ctx)
+    found: nn.Module = bare
+    return found
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
