@@ -450,7 +450,7 @@ ROOMS = {
     "callbacks": (33, 7197),
     "checkpoint": (13, 3242),
     "cli": (18, 1576),
-    "compat": (192, 11751),
+    "compat": (192, 11752),
     "data": (14, 3001),
     "inference": (24, 5749),
     "launch": (15, 4270),

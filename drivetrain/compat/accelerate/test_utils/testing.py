@@ -25,6 +25,8 @@ from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.state import forget_process
 
+is_hpu_available, is_xpu_available = imports.is_hpu_available, imports.is_xpu_available  # tests import them from here
+
 _kind = detect_device_kind()
 torch_device = _kind.name
 device_count = max(1, _kind.count()) if _kind.name != "cpu" else 1
