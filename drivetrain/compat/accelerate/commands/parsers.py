@@ -39,7 +39,7 @@ def parser_of(
         if isinstance(each, click.Option):
             _add_option(parser, each, target, several)
         else:
-            parser.add_argument(target, **({"nargs": argparse.REMAINDER} if each.nargs == -1 else {}))
+            parser.add_argument(target, nargs=argparse.REMAINDER if each.nargs == -1 else None)
     return parser
 
 

@@ -159,7 +159,7 @@ def purge_accelerate_environment(func_or_cls: Definition) -> Definition:
         _purge_tests(owner)
         given = vars(owner).get("__init_subclass__")
 
-        def purge_subclass(kind: type, **kwargs: Any) -> None:
+        def purge_subclass(kind: type[Any], /, **kwargs: Any) -> None:
             if given is None:
                 super(owner, kind).__init_subclass__(**kwargs)
             else:
