@@ -44,8 +44,8 @@ class SideStreamPlacement:
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Make the current stream wait for the copy of a batch that `send` started, and return the batch."""
-        current = self._kind.current_stream()
+        """Make the device's current stream wait for the copy of a batch that `send` started, and return the batch."""
+        current = self._kind.current_stream(self._device)
         if current is not None:
             current.wait_stream(self._stream)
             device_type = self._device.type

@@ -179,7 +179,7 @@ class DeviceCopies:
         self._fetch(number)
         arrived, group = self._arrived[number], self._groups[number]
         if arrived.ready is not None:
-            current = self._kind.current_stream()
+            current = self._kind.current_stream(self._device)
             assert current is not None
             current.wait_event(arrived.ready)
             # Otherwise the allocator could reuse the memory for a copy on the side stream while kernels still read it.

@@ -221,9 +221,15 @@ class DeviceKind:
             return None
         return self.module.Stream() if device is None else self.module.Stream(device=device)
 
-    def current_stream(self) -> Any | None:
-        """Return the current stream, or None if this kind of device has no streams."""
-        return self.module.current_stream() if self.supports_streams else None
+    def current_stream(self, device: torch.device | None = None) -> Any | None:
+        """Return the current stream of a device, or None if this kind of device has no streams.
+
+        Args:
+            device: The device; the current one if None.
+        """
+        if not self.supports_streams:
+            return None
+        return self.module.current_stream() if device is None else self.module.current_stream(device)
 
     def stream_context(self, stream: Any | None) -> AbstractContextManager[Any]:
         """Return a context manager that runs its body on a stream, or does nothing if `stream` is None.

@@ -38,7 +38,7 @@ class RecordedKind(DeviceKind):
         self.calls.append("make side")
         return RecordedStream("side", self.calls)
 
-    def current_stream(self) -> Any:
+    def current_stream(self, device: torch.device | None = None) -> Any:
         return self.compute
 
     @contextmanager

@@ -85,6 +85,23 @@ def test_outputs_are_those_of_the_model_in_memory(way):
 
 
 @runs
+def on_another_device_than_the_current_one() -> dict[str, Any]:
+    sim, found = start(2), {}
+    for name in ("sim:0", "sim:1"):
+        model = group_offload(seeded(), onload_device=name, use_stream=True)
+        sim.reset_clock(to_device=1e6, to_host=1e6, between=1e6, kernels=1e6)
+        found[name] = (differs(model), sim.hazards)
+    return found
+
+
+def test_copies_are_waited_for_on_the_device_that_computes():
+    (found,) = runs.of(on_another_device_than_the_current_one)
+    for far, hazards in found.values():
+        assert far < 1e-6
+        assert hazards == []
+
+
+@runs
 def memory_and_places() -> dict[str, Any]:
     sim = start(2)
     model = nn.Sequential(*(Block(64) for _ in range(6)))

@@ -39,7 +39,7 @@ class StreamingModule(PretendModule):
         self.calls.append(("Stream", device))
         return Stream(self, "side")
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> Stream:
         return self.running
 
     @contextmanager
