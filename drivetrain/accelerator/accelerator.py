@@ -976,9 +976,8 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         )
         handlers = checked_handlers(kwargs_handlers) if kwargs_handlers else []
         group = find_handler(handlers, InitProcessGroupKwargs)
-        process = PartialState(
-            cpu, device=device, backend=getattr(group, "backend", None), timeout=getattr(group, "timeout", None)
-        )
+        backend, timeout = getattr(group, "backend", None), getattr(group, "timeout", None)
+        process = PartialState(cpu, device=device, backend=backend, timeout=timeout, moves=True)
         launched = Launched()
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])

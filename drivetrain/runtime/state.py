@@ -77,9 +77,11 @@ class PartialState:
             detected if None. Without a number, the local rank selects the device.
         backend: Process-group backend; that of the device kind if None.
         timeout: Timeout of collectives; 30 minutes if None.
+        moves: Move the process to `device` if it runs on another one, as each Trainer and Accelerator does. Processes
+            of a process group cannot move.
 
     Raises:
-        ConfigurationError: If the process already runs on another device.
+        ConfigurationError: If the process already runs on another device and does not move.
         DeviceNotAvailableError: If this machine does not have the device.
 
     Example:
@@ -110,16 +112,20 @@ class PartialState:
         device: str | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
+        moves: bool = False,
     ) -> None:
         self.__dict__ = self._shared
         asked = "cpu" if cpu else device
         if "environment" in self._shared:
-            # Later instances share the state, so they can only confirm the device.
+            # Later instances share the state, so they can only confirm the device or move all of them.
             if asked is None or asked == self.kind.name:
                 return
             wanted, number = get_device(asked)
-            if wanted is not self.kind or (number is not None and self.kind.device(number) != self.device):
-                raise ConfigurationError(_another_device(self.device, asked))
+            if wanted is not self.kind or number is not None:
+                chosen = wanted.device(number or 0)
+                if not moves and chosen != self.device:
+                    raise ConfigurationError(_another_device(self.device, asked))
+                self.move_to(wanted, chosen)
             return
         if asked is None and _is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU"):
             asked = "cpu"
@@ -157,7 +163,7 @@ class PartialState:
     def move_to(self, kind: DeviceKind, device: torch.device) -> None:
         """Run on another device from now on, in a process without a process group.
 
-        Used by the Trainer: each Trainer of a process may have a device of its own, and selects it when it runs.
+        Each Trainer and Accelerator of a process may have a device of its own. A Trainer selects it when it runs.
 
         Args:
             kind: Kind of the device.

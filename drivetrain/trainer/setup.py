@@ -26,7 +26,6 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
-from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, started_by_verbs
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
@@ -103,9 +102,6 @@ def make_accelerator(
         device = "cpu"  # CUDA cannot be used in a forked process
     elif numbers is not None:
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
-    state = PartialState.existing()
-    if state is not None and device not in (None, state.kind.name):
-        _move_process(state, str(device))
     return Accelerator(
         strategy=strategy,
         # Precisions have names; 16 and 32 are common shorthands.
@@ -114,13 +110,6 @@ def make_accelerator(
         device=device,
         dynamo_plugin=compilation,
     )
-
-
-def _move_process(state: PartialState, device: str) -> None:
-    """Move a process without a process group to the device of a new Trainer, if an earlier one ran on another."""
-    if not state.environment.is_distributed:
-        kind, number = get_device(device)
-        state.move_to(kind, kind.device(number or 0))
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:

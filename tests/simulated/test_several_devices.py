@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, ConfigurationError, Task, Trainer
+from drivetrain import Accelerator, ConfigurationError, PartialState, Task, Trainer
 from tests.pool import DEVICE, run_in_processes
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start
@@ -90,16 +90,81 @@ def test_an_accelerator_stays_on_its_device() -> None:
     assert found == ("sim:0", "sim:0", "sim:0", ["sim:0", "sim:0"])
 
 
-def moved_within_a_group() -> str:
-    made("sim", "auto")
+class Loop:
+    """A loop with an Accelerator of its own, which can train one epoch after another.
+
+    Args:
+        options: Options of the Accelerator.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.accelerator = Accelerator(**options)
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, data())
+
+    def epoch(self) -> tuple[set[str], list[float]]:
+        seen = set()
+        for (batch,) in self.loader:
+            seen.add(str(batch.device))
+            self.accelerator.backward(self.model(batch).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return seen, self.model.weight.detach().cpu().flatten().tolist()
+
+
+def loops_in_turn() -> tuple[list[tuple[set[str], list[float]]], list[tuple[set[str], list[float]]], list[str]]:
+    sim = start(2)
+    trained = [fitted(made("sim", [0]))]
+    loops = [Loop(cpu=True)]
+    first = [loops[0].epoch()]
+    trained += [fitted(made("sim", [1])), fitted(made("cpu"))]
+    loops += [Loop(device="sim:0"), Loop(device="sim:1"), Loop(cpu=True)]
+    sim.reset_clock(to_device=1e6, to_host=1e6, between=1e6, kernels=1e6)
+    first += [loop.epoch() for loop in loops[1:]]
+    second = [loop.epoch() for loop in loops]
+    assert [str(loop.accelerator.device) for loop in loops] == ["cpu", "sim:0", "sim:1", "cpu"]
+    assert [devices for devices, _ in trained] == [{"sim:0"}, {"sim:1"}, {"cpu"}]
+    return first, second, sim.hazards
+
+
+def test_each_accelerator_trains_on_its_own_device() -> None:
+    [(first, second, hazards)] = run_in_processes(loops_in_turn, 1, timeout=120)
+    for found in (first, second):
+        assert [devices for devices, _ in found] == [{"cpu"}, {"sim:0"}, {"sim:1"}, {"cpu"}]
+        for _, weights in found:
+            assert weights == pytest.approx(found[0][1], abs=5e-6)
+    assert first[0][1] != second[0][1]
+    assert hazards == []
+
+
+def a_state_does_not_move() -> str:
+    start(2)
+    Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError) as raised:
+        PartialState(device="sim:1")
+    return str(raised.value)
+
+
+def test_only_an_engine_moves_the_process() -> None:
+    [said] = run_in_processes(a_state_does_not_move, 1, timeout=120)
+    assert "already runs on 'cpu', so it cannot be moved to 'sim:1'" in said
+
+
+def moved_within_a_group(first: str, engine: str) -> str:
+    make = {"trainer": lambda kind: made(kind, "auto"), "accelerator": lambda kind: Accelerator(device=kind)}[engine]
+    make(first)
     try:
-        made("cpu", "auto")
+        make({"sim": "cpu", "cpu": "sim"}[first])
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-def test_processes_of_a_group_stay_on_their_devices() -> None:
-    for found in run_in_processes(moved_within_a_group, 2, env={DEVICE: "sim"}, timeout=120):
-        assert "already runs on 'sim:" in found
-        assert "cannot be moved to 'cpu'" in found
+@pytest.mark.parametrize("engine", ["trainer", "accelerator"])
+@pytest.mark.parametrize("first", ["sim", "cpu"])
+def test_processes_of_a_group_stay_on_their_devices(first: str, engine: str) -> None:
+    for found in run_in_processes(moved_within_a_group, 2, args=(first, engine), env={DEVICE: "sim"}, timeout=120):
+        assert f"already runs on '{first}" in found
+        assert "cannot be moved to" in found
