@@ -28,7 +28,7 @@ from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.report import RankFailure, describe, first_failure
 from drivetrain.runtime import xla
-from drivetrain.runtime.devices import detect_device_kind, get_device_kind
+from drivetrain.runtime.devices import cpu_is_requested, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, LaunchError, short_tracebacks
 from drivetrain.runtime.state import PartialState, leave_run
 from drivetrain.runtime.terminal import flush_output
@@ -71,17 +71,22 @@ def check_no_existing_state() -> None:
         )
 
 
+_SPAWN = "start new interpreters with notebook_launcher(start_method=\"spawn\") or Trainer(strategy='ddp_spawn')."
+
+
 def check_forkable(kind: str) -> None:
+    """Raise a `LaunchError` if no process may be forked that uses a kind of device."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             "Starting processes from a notebook needs fork, which this system does not have. Save the training as a "
             "file and run `drivetrain launch` on it."
         )
+    if not get_device_kind(kind).forks:
+        raise LaunchError(f"{kind} devices cannot be used in forked processes: {_SPAWN}")
     if get_device_kind(kind).is_started():
         raise LaunchError(
             f"{kind} is already in use in this process, and its state does not survive a fork. Restart the kernel and "
-            f"use {kind} only inside the function given to notebook_launcher or in the hooks of a task. Or start new "
-            "interpreters with notebook_launcher(start_method=\"spawn\") or Trainer(strategy='ddp_spawn')."
+            f"use {kind} only inside the function given to notebook_launcher or in the hooks of a task. Or {_SPAWN}"
         )
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("Processes can be forked safely from the main thread only. Call notebook_launcher there.")
@@ -174,10 +179,6 @@ def _reason(value: Any, has_script: bool) -> str:
 
 
 # TPUs
-
-
-def runs_on_xla() -> bool:
-    return detect_device_kind().drives_all and not os.environ.get("DRIVETRAIN_USE_CPU")
 
 
 def launch_on_xla(
@@ -610,7 +611,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     *,
-    start_method: str = "fork",
+    start_method: str | None = None,
     cpu: bool = False,
 ) -> Any:
     """Run a function in several processes, for example to train on all GPUs from a notebook.
@@ -633,8 +634,9 @@ def notebook_launcher(
         monitor_interval: Ignored. The end of a process is detected at once.
         log_line_prefix_template: Ignored.
         start_method: `"fork"`, or `"spawn"` for new interpreters, which also works if a device is already in use in
-            this process. Spawned processes get the function and its arguments by pickle, and no other variables.
-        cpu: Run on the CPU even if there are accelerators.
+            this process. Spawned processes get the function and its arguments by pickle, and no other variables. None
+            means `"spawn"` on devices that forked processes cannot use, such as Intel's and AMD's GPUs, else `"fork"`.
+        cpu: Run on the CPU even if there are accelerators, as `DRIVETRAIN_USE_CPU=1` does too.
 
     Returns:
         The return value of the function in the first process of this machine, or None with a warning if it cannot be
@@ -657,7 +659,8 @@ def notebook_launcher(
         ```
     """
     _check_start(start_method, max_restarts, num_nodes)
-    if not cpu and runs_on_xla():
+    cpu = cpu or cpu_is_requested()
+    if not cpu and detect_device_kind().drives_all:
         launch_on_xla(function, args, num_processes, mixed_precision, num_nodes)
         return None
     if rdzv_endpoint:
@@ -680,7 +683,7 @@ def call_in_processes(
     function: Callable[..., Any],
     args: Sequence[Any],
     options: LaunchOptions,
-    start_method: str,
+    start_method: str | None,
     *,
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
@@ -693,7 +696,7 @@ def call_in_processes(
         function: The function to run in each process.
         args: The arguments of the function.
         options: The options of the launch, such as the number of processes.
-        start_method: `"fork"` or `"spawn"`.
+        start_method: `"fork"` or `"spawn"`. None means fork if the device allows it.
         prepare: A function to call in each process before it gets its rank, and its arguments.
         takes_over: True to allow process state in this process, and to forward its signals to the processes.
     """
@@ -703,6 +706,7 @@ def call_in_processes(
     if world_size == 1:
         with plan.environment():
             return function(*args)
+    start_method = start_method or ("fork" if get_device_kind(plan.kind).forks else "spawn")
     if start_method == "fork":
         if not takes_over:
             check_no_existing_state()
@@ -729,8 +733,8 @@ def call_in_processes(
     raise AssertionError("unreachable")
 
 
-def _check_start(method: str, restarts: int, machines: int) -> None:
-    if method not in _START_METHODS:
+def _check_start(method: str | None, restarts: int, machines: int) -> None:
+    if method is not None and method not in _START_METHODS:
         raise ConfigurationError(f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.")
     if restarts and machines > 1:
         raise ConfigurationError(

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from drivetrain.runtime import xla
+from drivetrain.runtime.environment import is_set
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 from drivetrain.runtime.host import host_memory
 
@@ -38,6 +39,8 @@ class DeviceKind:
         package: Package that adds the device type to torch, such as `"torch_npu"`. It is imported when the kind is
             asked for.
         visible_variable: Environment variable that selects visible devices, such as `"CUDA_VISIBLE_DEVICES"`.
+        autocast_dtype: dtype of mixed precision on these devices: `torch.float16` if they do not have bfloat16.
+        forks: False if counting the devices already starts their driver, so that no process may be forked.
 
     Attributes:
         drives_all: True if one process drives all devices of a machine, instead of one device per process.
@@ -63,12 +66,16 @@ class DeviceKind:
         *,
         package: str | None = None,
         visible_variable: str | None = None,
+        autocast_dtype: torch.dtype = torch.bfloat16,
+        forks: bool = True,
     ) -> None:
         self.name = name
         self.backend = backend
         self.aliases = aliases
         self.package = package
         self.visible_variable = visible_variable
+        self.autocast_dtype = autocast_dtype
+        self.forks = forks
 
     def load(self) -> None:
         """Import the package that adds this device type to torch, if it is installed and not imported yet.
@@ -253,7 +260,13 @@ class DeviceKind:
             seeder(seed)
 
     def get_rng_state(self) -> torch.Tensor | None:
-        """Return the random state of the current device as a byte tensor, or None if it has no generator."""
+        """Return the random state of the current device as a byte tensor.
+
+        Returns None if it has no generator, or if this process has not started the device.
+        """
+        started = getattr(self.module, "is_initialized", None)
+        if started is not None and not started():
+            return None  # reading it would start the device, even for a run on the CPU
         getter = getattr(self.module, "get_rng_state", None)
         state: torch.Tensor | None = getter() if getter is not None else None
         return state
@@ -276,7 +289,7 @@ class DeviceKind:
     def supports_bf16(self) -> bool:
         """Return True if devices of this kind can compute in bfloat16."""
         check = getattr(self.module, "is_bf16_supported", None)
-        return bool(check()) if check is not None else True
+        return bool(check()) if check is not None else self.autocast_dtype is torch.bfloat16
 
     def supports_float8(self) -> bool:
         """Return True if the hardware can multiply matrices in 8-bit floating point (FP8)."""
@@ -334,6 +347,19 @@ class CPU(DeviceKind):
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
 
+class CUDA(DeviceKind):
+    """GPUs of NVIDIA or AMD as a device kind."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "cuda", "nccl", ("gpu",), visible_variable="CUDA_VISIBLE_DEVICES", forks=torch.version.hip is None
+        )
+
+    def is_available(self) -> bool:
+        # torch.cuda.is_available() starts the driver, which forked processes could then not use. NVML only counts.
+        return self.count() > 0
+
+
 class MPS(DeviceKind):
     """Apple GPU as a device kind: one device per machine, without streams, with gloo as process-group backend."""
 
@@ -346,6 +372,9 @@ class MPS(DeviceKind):
 
     def is_available(self) -> bool:
         return torch.backends.mps.is_available()
+
+    def supports_bf16(self) -> bool:
+        return torch.backends.mps.is_macos_or_newer(14, 0)
 
     def device(self, index: int) -> torch.device:
         return torch.device("mps")
@@ -445,11 +474,6 @@ ADDED: set[str] = set()
 """Names of the kinds that were registered beside those of this file."""
 
 
-def started_device() -> str | None:
-    """Return the name of a device kind in use by this process, which must then not fork, or None if it may fork."""
-    return next((kind.name for kind in _KINDS.values() if kind.is_started()), None)
-
-
 def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
     """Register a device kind, so that users can select it by name.
 
@@ -484,9 +508,9 @@ def unregister_device(name: str) -> None:
 
 register_device(CPU())
 for _kind in (
-    DeviceKind("cuda", "nccl", ("gpu",), visible_variable="CUDA_VISIBLE_DEVICES"),
+    CUDA(),
     MPS(),
-    DeviceKind("xpu", "xccl", visible_variable="ZE_AFFINITY_MASK"),
+    DeviceKind("xpu", "xccl", visible_variable="ZE_AFFINITY_MASK", forks=False),
     DeviceKind("npu", "hccl", package="torch_npu", visible_variable="ASCEND_RT_VISIBLE_DEVICES"),
     DeviceKind("mlu", "cncl", package="torch_mlu", visible_variable="MLU_VISIBLE_DEVICES"),
     DeviceKind("musa", "mccl", package="torch_musa", visible_variable="MUSA_VISIBLE_DEVICES"),
@@ -543,17 +567,37 @@ def available_device_kinds() -> list[DeviceKind]:
 
 
 def detect_device_kind() -> DeviceKind:
-    """Return the default device kind: XLA if configured, otherwise torch's accelerator, otherwise the CPU."""
+    """Return the default device kind: XLA if configured, otherwise torch's accelerator, otherwise the CPU.
+
+    Packages that add a kind of device to torch are imported if they are installed.
+    """
     # XLA comes first: torch.accelerator does not know it. A replaced kind is not detected.
     if _KINDS.get(_XLA.name) is _XLA and _XLA.is_available():
         return _XLA
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            if accelerator.type not in _KINDS:
-                _register_entry_points()
-            return _KINDS.get(accelerator.type, _KINDS["cpu"])
+    _load_packages()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        if accelerator.type not in _KINDS:
+            _register_entry_points()
+        kind = _KINDS.get(accelerator.type)
+        if kind is not None and kind.is_available():
+            return kind
     return _KINDS["cpu"]
+
+
+def cpu_is_requested() -> bool:
+    """Return True if `DRIVETRAIN_USE_CPU` or `ACCELERATE_USE_CPU` asks for a run on the CPU."""
+    return is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU")
+
+
+@functools.cache
+def _load_packages() -> None:
+    """Import the installed packages that add device types to torch. Warn about those that cannot be imported."""
+    for kind in list(dict.fromkeys(_KINDS.values())):
+        try:
+            kind.load()
+        except DeviceNotAvailableError as error:
+            warnings.warn(f"{kind.name} devices are not used: {error.message}", stacklevel=4)
 
 
 @functools.cache

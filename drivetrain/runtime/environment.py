@@ -10,6 +10,16 @@ from itertools import product
 
 from drivetrain.runtime.errors import ConfigurationError
 
+TRUE = frozenset({"1", "true", "yes", "on"})
+"""Values of environment variables, in lower case, that mean yes."""
+
+
+def is_set(*names: str) -> bool:
+    """Return True if the first non-empty environment variable among `names` is `1`, `true`, `yes` or `on`."""
+    given = (os.environ[name] for name in names if os.environ.get(name))
+    return next(given, "").lower() in TRUE
+
+
 # SLURM host lists
 
 

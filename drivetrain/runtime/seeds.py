@@ -213,7 +213,7 @@ class RandomState:
         own: dict[str, Tensor] = {}
         if devices:
             # Where torch has no accelerator, nothing but a plug-in has generators, and the kinds need not be asked.
-            if torch.accelerator.is_available() or ADDED or not _PLUGINS.isdisjoint(sys.modules):
+            if torch.accelerator.current_accelerator() is not None or ADDED or not _PLUGINS.isdisjoint(sys.modules):
                 found = ((kind.name, kind.get_rng_state()) for kind in available_device_kinds())
                 states = {name: state for name, state in found if state is not None}
             own = {name: generator.get_state() for name, generator in _own_generators.items()}

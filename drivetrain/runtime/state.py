@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from drivetrain.runtime.collective_checks import CallComparison, call_collective, verify_operation
-from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device
-from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.devices import DeviceKind, cpu_is_requested, detect_device_kind, get_device
+from drivetrain.runtime.environment import ProcessEnvironment, is_set
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.heartbeat import Heartbeat
 from drivetrain.runtime.process_group import (
@@ -40,7 +39,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 EXIT_PATIENCE = timedelta(seconds=3)
 """Time for which an exiting process waits for the other processes to exit."""
 
-_TRUE = {"1", "true", "yes", "on"}
 _FOUND = ("environment", "kind", "device", "backend", "debug", "heartbeat", "call_comparison")
 _OF_THE_GROUP = ("store", "leaving", "heartbeat")
 
@@ -127,9 +125,9 @@ class PartialState:
                     raise ConfigurationError(_another_device(self.device, asked))
                 self.move_to(wanted, chosen)
             return
-        if asked is None and _is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU"):
+        if asked is None and cpu_is_requested():
             asked = "cpu"
-        self.debug = _is_set("DRIVETRAIN_DEBUG", "ACCELERATE_DEBUG_MODE")
+        self.debug = is_set("DRIVETRAIN_DEBUG", "ACCELERATE_DEBUG_MODE")
         environment = _in_existing_group(ProcessEnvironment.detect())
         kind, number = get_device(asked) if asked else (detect_device_kind(), None)
         if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
@@ -292,7 +290,7 @@ class PartialState:
     @property
     def fork_launched(self) -> bool:
         """True if the environment variable `FORK_LAUNCHED` says that a notebook launcher forked this process."""
-        return os.environ.get("FORK_LAUNCHED", "").lower() in _TRUE
+        return is_set("FORK_LAUNCHED")
 
     def set_device(self) -> None:
         """Select this process's device as the current one, as `torch.cuda.set_device` does for GPUs."""
@@ -512,12 +510,6 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
         register_optimizer_step_post_hook(beat)
     return heartbeat
-
-
-def _is_set(*names: str) -> bool:
-    """Return True if the first non-empty environment variable among `names` is `1`, `true`, `yes` or `on`."""
-    given = (os.environ[name] for name in names if os.environ.get(name))
-    return next(given, "").lower() in _TRUE
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:

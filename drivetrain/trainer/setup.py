@@ -21,7 +21,7 @@ from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.report.run_report import RunReport
 from drivetrain.launch import relaunch_script
 from drivetrain.runtime import observer
-from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
+from drivetrain.runtime.devices import DeviceKind, cpu_is_requested, detect_device_kind, get_device, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
@@ -80,6 +80,8 @@ def make_accelerator(
                 "cannot be passed to the Trainer. Pass them to the Accelerator.",
             )
         return accelerator
+    if accelerator == "auto" and cpu_is_requested():
+        accelerator = "cpu"
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     count, numbers = _chosen_devices(devices)
     if numbers and (kind or detect_device_kind()).name == "cpu" and sorted(numbers) != list(range(len(numbers))):

@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import ConfigurationError, DeviceKind, DeviceNotAvailableError, PartialState, register_device
+from drivetrain import (
+    ConfigurationError,
+    DeviceKind,
+    DeviceNotAvailableError,
+    LaunchError,
+    PartialState,
+    Trainer,
+    register_device,
+)
+from drivetrain.launch import notebook_launcher
 from drivetrain.runtime import devices
 from drivetrain.runtime.devices import get_device_kind, unregister_device
+from drivetrain.runtime.seeds import RandomState
 from tests.pool import ROOT
 from tests.runtime.pretend import Pretend, pretend_device
 from tests.simulated.devices import simulated as simulated
@@ -346,14 +356,93 @@ def test_a_broken_entry_point_is_named_and_others_are_used(code: str, said: str,
     assert f"The kind of device 'broken' of broken-chip cannot be used: {said}" in done.stderr
 
 
+DETECTS = """
+import sys, warnings
+import drivetrain
+from drivetrain import Trainer
+
+before = {package!r} in sys.modules
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    trainer = Trainer(devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    print(before, trainer.strategy.topology.kind.name, {package!r} in sys.modules)
+print(*(str(each.message) for each in seen if {package!r} in str(each.message)))
+"""
+ITS_DEVICE = """
+import sys, types, torch
+module = types.ModuleType("npu")
+module.is_available, module.device_count, module.set_device = lambda: True, lambda: 3, lambda device: None
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", module)
+"""
+
+
+def test_an_installed_vendors_package_is_imported_to_detect_its_devices(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text(ITS_DEVICE)
+    done = run_with(tmp_path, DETECTS.format(package="torch_npu"))
+    assert done.stdout.split() == ["False", "npu", "True"]
+
+
+def test_a_vendors_package_that_cannot_be_imported_leaves_the_cpu_and_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
+    first, second = run_with(tmp_path, DETECTS.format(package="torch_npu")).stdout.splitlines()
+    assert first.split() == ["False", "cpu", "False"]
+    assert second.startswith("npu devices are not used: ")
+    assert "its package torch_npu cannot be imported: ImportError: libascendcl.so" in second
+
+
+# what each kind declares
+
+
+def test_bfloat16_is_refused_where_mixed_precision_has_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_device() as kind:
+        assert kind.supports_bf16()
+        kind.autocast_dtype = torch.float16
+        assert not kind.supports_bf16()
+        for precision in ("bf16-mixed", "bf16-true"):
+            with pytest.raises(ConfigurationError, match="needs bfloat16, which this machine's pretend device does"):
+                Trainer(accelerator="pretend", devices=1, precision=precision, logger=False)
+        kind.module.is_bf16_supported = lambda: True  # type: ignore[attr-defined]
+        assert kind.supports_bf16()  # what torch's module says of the device at hand counts more
+
+
+def test_a_device_that_was_not_started_is_not_started_to_read_its_random_state() -> None:
+    with pretend_device() as kind:
+        assert "pretend" in RandomState.capture().devices
+        kind.module.is_initialized = lambda: False  # type: ignore[attr-defined]
+        assert "pretend" not in RandomState.capture().devices
+
+
+def test_gpus_are_counted_without_starting_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starts() -> bool:
+        raise AssertionError("torch.cuda.is_available() starts the driver, so that no process may be forked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", starts)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    assert devices.detect_device_kind() is kind_of("cuda")
+    assert get_device_kind("gpu").count() == 2
+    assert "cuda" not in RandomState.capture().devices
+
+
 # fork
 
 KINDS_THAT_START = ["cuda", "xpu", "mps", *VENDORS]
 
 
 @pytest.mark.parametrize("name", KINDS_THAT_START)
-def test_a_started_device_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.started_device() is None
-    started = SimpleNamespace(is_initialized=lambda: True)
+def test_a_started_device_is_named_where_a_process_is_to_be_forked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kind_of(name)
+    started = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, is_initialized=lambda: True)
     monkeypatch.setattr(torch, name, started, raising=False)
-    assert devices.started_device() == name
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: SimpleNamespace(type=name))
+    monkeypatch.delenv("DRIVETRAIN_USE_CPU", raising=False)
+    said = "is already in use in this process" if kind.forks else "devices cannot be used in forked processes"
+    with pytest.raises(LaunchError, match=f"^{name} {said}"):
+        notebook_launcher(print, num_processes=2, start_method="fork")
+
+
+def test_only_kinds_whose_driver_starts_when_they_are_counted_are_never_forked() -> None:
+    kinds = set(devices._KINDS.values())
+    assert {kind.name for kind in kinds if not kind.forks} == {"xpu", *(["cuda"] if torch.version.hip else [])}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 
-from drivetrain.runtime.devices import detect_device_kind
+from drivetrain.runtime.devices import cpu_is_requested, detect_device_kind
 from drivetrain.strategies.deepspeed.config import import_deepspeed
 from drivetrain.strategies.deepspeed.ops import BUILDERS, SHARED_MEMORY, build, build_root, is_built, is_stale
 
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in given.names if name not in BUILDERS]
     if unknown:
         parser.error(f"Unknown operator {unknown[0]!r}. Allowed: {', '.join(BUILDERS)}.")
-    kind = "cpu" if os.environ.get("DRIVETRAIN_USE_CPU") else detect_device_kind().name
+    kind = "cpu" if cpu_is_requested() else detect_device_kind().name
     for name in BUILDERS if given.status else given.names or ([SHARED_MEMORY] if kind == "cpu" else []):
         if not given.status:
             started = time.monotonic()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.runtime.devices import available_device_kinds
+from drivetrain.runtime.devices import available_device_kinds, get_device_kind
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 
 # function -> the package that it asks for
 _PACKAGES = {
@@ -77,8 +78,12 @@ def package_available(name: str) -> bool:
 
 
 def device_available(name: str) -> bool:
-    """Whether there is a device of this kind."""
-    return any(kind.name == name for kind in available_device_kinds())
+    """Whether there is a device of this kind. Its package is imported if it is installed."""
+    try:
+        get_device_kind(name)
+    except (ConfigurationError, DeviceNotAvailableError):
+        return False
+    return True
 
 
 def __getattr__(name: str) -> Any:
