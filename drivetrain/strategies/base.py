@@ -19,7 +19,7 @@ from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, known_keywords
-from drivetrain.runtime.pytrees import send_to_device
+from drivetrain.runtime.pytrees import TensorInformation, is_tensor_information, recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
@@ -220,14 +220,44 @@ class Topology:
         return total
 
     def share(self, result: Any) -> Any:
-        """Send a result from the pipeline stage that computes the loss to all stages, which return it."""
+        """Send a result from the pipeline stage that computes the loss to all stages, which return it.
+
+        Tensors on the device stay there, and no host waits for its device.
+        """
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
-        # Unpickling restores a tensor on its sender's device, which the receiving stages may not see.
-        boxed = [send_to_device(result, torch.device("cpu")) if self.computes_loss else None]
-        dist.broadcast_object_list(boxed, src=self.loss_rank, group=self.stage_group, device=self.device)
-        return result if self.computes_loss else boxed[0]
+        own: list[torch.Tensor] = []
+
+        def take_out(tensor: torch.Tensor) -> TensorInformation:
+            own.append(tensor.detach())
+            return TensorInformation(tensor.shape, tensor.dtype)
+
+        boxed: list[Any] = [None]
+        if self.computes_loss:
+            described = recursively_apply(take_out, result, test_type=self._stays_on_device)
+            # Unpickling restores a tensor on its sender's device, which the receiving stages may not see.
+            boxed[0] = send_to_device(described, torch.device("cpu"))
+        # Without `device`, torch sends pickled bytes between CPUs if the group can do that.
+        dist.broadcast_object_list(boxed, src=self.loss_rank, group=self.stage_group)
+        expected: list[TensorInformation] = []
+        recursively_apply(expected.append, boxed[0], test_type=is_tensor_information)
+        received = {}
+        for dtype in dict.fromkeys(each.dtype for each in expected):
+            sizes = [each.shape.numel() for each in expected if each.dtype == dtype]
+            parts = [tensor.reshape(-1) for tensor in own if tensor.dtype == dtype]
+            flat = torch.cat(parts) if parts else torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            dist.broadcast(flat, src=self.loss_rank, group=self.stage_group)
+            received[dtype] = iter(flat.split(sizes))
+        if self.computes_loss:
+            return result
+        return recursively_apply(
+            lambda each: next(received[each.dtype]).view(each.shape), boxed[0], test_type=is_tensor_information
+        )
+
+    def _stays_on_device(self, value: Any) -> bool:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided
+        return plain and self.device.type != "cpu" and value.device == self.device
 
 
 def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:

@@ -659,7 +659,7 @@ class LoggedValues:
                 weight = self._find_batch_size()
         entry.update(value, weight)
         if self._record is not None:
-            self._record.append((name, float(value), arguments, weight))
+            self._record.append((name, value if isinstance(value, Tensor) else float(value), arguments, weight))
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:

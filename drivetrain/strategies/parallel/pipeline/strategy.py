@@ -62,6 +62,7 @@ class TrainingWindow:
         self._scheduler = Scheduler(place.stages.kind, stages)
         self._generator = own_generator("pipeline")
         self._loss: Tensor | None = None
+        self._zero = torch.zeros((), device=topology.device)
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
         """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
@@ -69,7 +70,7 @@ class TrainingWindow:
         Processes without the last stage return None for each micro-batch.
         """
         # Only the last stage scales losses, but all stages must have the same scale and change it together.
-        self._precision.scale(torch.zeros((), device=self._topology.device))
+        self._precision.scale(self._zero)
         seeds = self._seeds(len(microbatches))
         calls = [self._probe(step_fn, microbatch, seed) for microbatch, seed in zip(microbatches, seeds, strict=True)]
         outputs: list[Output | None] = [None] * len(microbatches)
@@ -137,9 +138,10 @@ class TrainingWindow:
 
         The seeds come from a separate generator, so that the data order equals that of one process.
         """
-        drawn = torch.randint(2**62, (1,), generator=self._generator).to(self._topology.device)
-        dist.broadcast(drawn, group=self._place.group, group_src=0)
-        return [sample_seed(int(drawn), 0, index) for index in range(count)]
+        drawn = [int(torch.randint(2**62, (), generator=self._generator))]
+        # An object is sent between CPUs, so that no stage waits for its device.
+        dist.broadcast_object_list(drawn, group=self._place.group, group_src=0)
+        return [sample_seed(drawn[0], 0, index) for index in range(count)]
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
