@@ -55,9 +55,15 @@ struct Freed {
   std::string what;
 };
 
+// Blocks of a device's memory: how many there are, the most, all that were ever given out, and refused requests.
+struct Blocks {
+  int64_t now = 0, most = 0, ever = 0, bytes_ever = 0, refused = 0;
+};
+
 struct State {
   std::recursive_mutex mutex;
   int devices = 1;
+  std::array<Blocks, kMaxDevices> blocks{};
   std::array<int64_t, kMaxDevices> used{}, peak{}, cap{};
   std::array<int64_t, kDirections> copies{}, copied{};
   std::array<double, kDirections> copy_rate{};  // bytes a second; 0 takes no time
@@ -101,6 +107,7 @@ void release(void* context) {
   {
     Lock lock(state().mutex);
     state().used[allocation->device] -= static_cast<int64_t>(allocation->bytes);
+    state().blocks[allocation->device].now -= allocation->bytes > 0;
     // The memory is given out again in the order of its home stream, which may wait for the others until then.
     auto name = std::to_string(allocation->bytes) + " bytes of " + shown(allocation->home) + " were freed while ";
     auto& freed = state().freed[allocation->home];
@@ -122,11 +129,18 @@ struct DeviceAllocator final : c10::Allocator {
       Lock lock(state().mutex);
       auto& used = state().used[device];
       auto cap = state().cap[device];
-      if (cap > 0 && used + static_cast<int64_t>(bytes) > cap)
+      auto& blocks = state().blocks[device];
+      if (cap > 0 && used + static_cast<int64_t>(bytes) > cap) {
+        ++blocks.refused;
         C10_THROW_ERROR(
             OutOfMemoryError,
             "sim:" + std::to_string(device) + " out of memory: tried to allocate " + std::to_string(bytes) +
                 " bytes, with " + std::to_string(used) + " of " + std::to_string(cap) + " in use");
+      }
+      blocks.now += bytes > 0;
+      blocks.ever += bytes > 0;
+      blocks.bytes_ever += static_cast<int64_t>(bytes);
+      blocks.most = std::max(blocks.most, blocks.now);
       used += static_cast<int64_t>(bytes);
       state().peak[device] = std::max(state().peak[device], used);
     }
@@ -692,7 +706,15 @@ void sim_set_cap(int device, int64_t bytes) { state().cap[device] = bytes; }
 int64_t sim_cap(int device) { return state().cap[device]; }
 int64_t sim_used(int device) { return state().used[device]; }
 int64_t sim_peak(int device) { return state().peak[device]; }
-void sim_reset_peak(int device) { state().peak[device] = state().used[device]; }
+void sim_reset_peak(int device) {
+  state().peak[device] = state().used[device];
+  state().blocks[device].most = state().blocks[device].now;
+}
+int64_t sim_blocks(int device) { return state().blocks[device].now; }
+int64_t sim_most_blocks(int device) { return state().blocks[device].most; }
+int64_t sim_blocks_ever(int device) { return state().blocks[device].ever; }
+int64_t sim_bytes_ever(int device) { return state().blocks[device].bytes_ever; }
+int64_t sim_refused(int device) { return state().blocks[device].refused; }
 
 int64_t sim_copies(int direction) { return state().copies[direction]; }
 int64_t sim_copied_bytes(int direction) { return state().copied[direction]; }

@@ -69,7 +69,9 @@ class Simulated:
 
     def __init__(self, native: Any) -> None:
         self._native = native
-        for name in ("cap", "used", "peak", "copies", "copied_bytes", "hazards", "kernels"):
+        self.selected = self.lost = False
+        memory = ("cap", "used", "peak", "blocks", "most_blocks", "blocks_ever", "bytes_ever", "refused")
+        for name in (*memory, "copies", "copied_bytes", "hazards", "kernels"):
             getattr(native, f"sim_{name}").restype = ctypes.c_int64
         for name in ("now", "stream_time"):
             getattr(native, f"sim_{name}").restype = ctypes.c_double
@@ -99,6 +101,48 @@ class Simulated:
         """The most bytes of tensors that there have been on a device."""
         return int(self._native.sim_peak(device))
 
+    def memory_stats(self, device: int) -> dict[str, int]:
+        """The main values of `torch.cuda.memory_stats`. Memory is reserved only while it is allocated."""
+        used, most = self.used(device), self.peak(device)
+        blocks, most_blocks, ever, bytes_ever, refused = (
+            int(getattr(self._native, f"sim_{name}")(device))
+            for name in ("blocks", "most_blocks", "blocks_ever", "bytes_ever", "refused")
+        )
+        of_bytes = {"current": used, "peak": most, "allocated": bytes_ever, "freed": bytes_ever - used}
+        of_blocks = {"current": blocks, "peak": most_blocks, "allocated": ever, "freed": ever - blocks}
+        found = {
+            f"{name}.all.{key}": value
+            for name, values in (("allocation", of_blocks), ("segment", of_blocks), ("active", of_blocks))
+            for key, value in values.items()
+        }
+        for name in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
+            found |= {f"{name}.all.{key}": value for key, value in of_bytes.items()}
+        return {**found, "num_alloc_retries": 0, "num_ooms": refused}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this process has selected one of the devices, or had memory there."""
+        used = self.selected or any(self._native.sim_blocks_ever(device) for device in range(self.count))
+        return used and not self.lost
+
+    def check_not_lost(self) -> None:
+        """Raise an error in a process that was forked from one that used the devices, as CUDA does."""
+        if self.lost:
+            raise RuntimeError("Cannot re-initialize sim in forked subprocess")
+
+    def after_fork(self) -> None:
+        """Take the devices, with their memory, from a process that was forked from one that used them."""
+        if self.is_used:
+            self.lost = True
+            for device in range(self.count):
+                self.cap(device, 1)
+
+    def select(self, device: int) -> None:
+        """Make a device the current one."""
+        self.check_not_lost()
+        self.selected = True
+        self._native.sim_set_device(device)
+
     def reset_peak(self, device: int) -> None:
         """Let the most count from here."""
         self._native.sim_reset_peak(device)
@@ -114,6 +158,11 @@ class Simulated:
     def seed(self, seed: int, device: int) -> None:
         """Seed the generator of a device."""
         self._native.sim_seed(device, ctypes.c_uint64(seed))
+
+    def random_state(self, device: int) -> torch.Tensor:
+        """The state of a device's generator."""
+        self.check_not_lost()
+        return torch.ops.sim.random_state(device)
 
     def stream_time(self, stream: torch.Stream) -> float:
         """Simulated seconds until the work that has been given to a stream ends."""
@@ -205,9 +254,15 @@ def start(devices: int = 2, cap: int = 0) -> Simulated:
         collectives.register()
         register_device(DeviceKind("sim", backend=collectives.BACKEND), replace=True)
         _started.append(sim)
+        os.register_at_fork(after_in_child=sim.after_fork)
     for device in range(_started[0].count):
         _started[0].cap(device, cap)
         _started[0].reset_peak(device)
+    return _started[0]
+
+
+def started() -> Simulated:
+    """The simulated devices that `start` has given this process, with their limits and counts as they are."""
     return _started[0]
 
 
@@ -234,16 +289,16 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
     module = types.ModuleType("sim")
     members: dict[str, Any] = {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
+        "is_initialized": lambda: sim.is_used,
+        "_is_in_bad_fork": lambda: sim.lost,
         "_lazy_init": lambda: None,  # without it torch 2.9 takes the devices for unused, and synchronises none
         "device_count": lambda: sim.count,
         "current_device": index,
-        "set_device": lambda device: native.sim_set_device(index(device)),
+        "set_device": lambda device: sim.select(index(device)),
         "device": on,
         "manual_seed": lambda seed: sim.seed(seed, index()),
         "manual_seed_all": lambda seed: [sim.seed(seed, device) for device in range(sim.count)] and None,
-        "get_rng_state": lambda device=None: torch.ops.sim.random_state(index(device)),
+        "get_rng_state": lambda device=None: sim.random_state(index(device)),
         "set_rng_state": lambda state, device=None: torch.ops.sim.set_random_state(index(device), state),
         "get_device_name": lambda device=None: "simulated device",
         "empty_cache": lambda: None,
@@ -256,6 +311,7 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
         "memory_reserved": lambda device=None: sim.used(index(device)),
         "max_memory_allocated": lambda device=None: sim.peak(index(device)),
         "reset_peak_memory_stats": lambda device=None: sim.reset_peak(index(device)),
+        "memory_stats": lambda device=None: sim.memory_stats(index(device)),
         "mem_get_info": lambda device=None: _free(sim, index(device)),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start
@@ -129,6 +131,88 @@ def test_memory_is_counted_by_device_and_a_limit_is_kept():
     assert found["found"] == (MB, 2 * MB, 4 * MB, (2 * MB, 3 * MB))
     assert "sim:0 out of memory: tried to allocate 4000000 bytes, with 1000000 of 3000000 in use" in found["refused"]
     assert found["after"] == 0
+
+
+@runs
+def has_the_statistics_of_cuda() -> dict[str, int]:
+    sim = start(2)
+    before = torch.sim.memory_stats("sim:1")
+    held = [torch.ones(MB // 4, device="sim:1") for _ in range(3)]
+    del held[0]
+    with sim.capped(0, 3 * MB):
+        try:
+            torch.empty(MB, device="sim:1")
+        except torch.OutOfMemoryError:
+            held.append(torch.ones(MB // 4, device="sim:1"))
+    after = torch.sim.memory_stats("sim:1")
+    return {key: value - before[key] for key, value in after.items()}
+
+
+def test_memory_has_the_statistics_of_cuda():
+    (grown,) = runs.of(has_the_statistics_of_cuda)
+    for name in ("allocated_bytes", "reserved_bytes", "active_bytes"):
+        assert grown[f"{name}.all.current"] == 3 * MB
+        assert grown[f"{name}.all.allocated"] == 4 * MB
+        assert grown[f"{name}.all.freed"] == MB
+    assert [grown[f"allocation.all.{key}"] for key in ("current", "allocated", "freed")] == [3, 4, 1]
+    assert grown["num_ooms"] == 1
+    assert grown["num_alloc_retries"] == 0
+
+
+def stays_unused_until_memory_is_given() -> tuple[bool, bool]:
+    start(2)
+    before = torch.sim.is_initialized()
+    torch.ones(1, device="sim:1")
+    return before, torch.sim.is_initialized()
+
+
+def test_a_device_is_in_use_from_its_first_memory():
+    assert run_in_processes(stays_unused_until_memory_is_given, 1) == [(False, True)]
+
+
+@runs
+def loads_weights_to_devices() -> tuple[dict[str, set[str]], list[tuple[int, ...]], str]:
+    from safetensors.torch import load_file, save_file
+
+    from drivetrain import OffloadedWeightsLoader, load_checkpoint_and_dispatch, load_checkpoint_in_model
+
+    sim = start(2)
+    weights = {"0.weight": torch.arange(12.0).reshape(3, 4), "1.weight": torch.ones(2, 3)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.safetensors"
+        save_file(weights, path)
+        found, counted = {}, []
+
+        def model(device: str) -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)).to(device)
+
+        def note(name: str, tensors: dict[str, torch.Tensor]) -> None:
+            counted.append(tuple(sim.to_device))
+            assert all(torch.equal(tensors[key].cpu(), weights[key]) for key in weights), name
+            found[name] = {str(tensor.device) for tensor in tensors.values()}
+
+        sim.reset_clock()
+        note("dispatch", load_checkpoint_and_dispatch(model("meta"), path, {"": "sim:1"}).state_dict())
+        target = model("sim:1")
+        sim.reset_clock()
+        load_checkpoint_in_model(target, path)
+        note("in place", target.state_dict())
+        index = {key: {"safetensors_file": path, "weight_name": key} for key in weights}
+        loader = OffloadedWeightsLoader(save_folder=folder, index=index, device="sim:1")
+        sim.reset_clock()
+        note("on access", {key: loader[key] for key in weights})
+        try:
+            load_file(path, device="sim:1")
+        except Exception as error:
+            return found, counted, str(error)
+    return found, counted, ""
+
+
+def test_weights_are_loaded_straight_to_a_device():
+    ((found, counted, refused),) = runs.of(loads_weights_to_devices)
+    assert found == {name: {"sim:1"} for name in ("dispatch", "in place", "on access")}
+    assert counted == [(2, 72)] * 3  # each weight is copied once
+    assert "sim" in refused  # safetensors accepts only the names of devices that it knows
 
 
 @runs
