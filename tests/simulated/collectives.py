@@ -373,9 +373,9 @@ def _on_cpu(given: Any) -> Any:
 
 
 def _time(stream: torch.Stream) -> float:
-    from tests.simulated.devices import start
+    from tests.simulated.devices import started
 
-    return start().stream_time(stream)
+    return started().stream_time(stream)
 
 
 def register() -> None:

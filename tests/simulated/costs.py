@@ -5,17 +5,22 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -23,6 +28,7 @@ from drivetrain import (
     FSDP,
     Accelerator,
     Callback,
+    Colwise,
     DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
@@ -32,6 +38,8 @@ from drivetrain import (
     MemoryMonitor,
     ModelCheckpoint,
     NaNGuard,
+    Parallel,
+    Rowwise,
     SpeedMonitor,
     StragglerMonitor,
     Strategy,
@@ -47,7 +55,7 @@ from drivetrain.checkpoint.storage import LocalStorage
 from tests.simulated.collectives import network
 from tests.simulated.devices import Simulated, start
 
-WIDTH, CLASSES, ROWS = 64, 8, 16
+WIDTH, CLASSES, ROWS, TOKENS, HEADS = 64, 8, 16, 8, 4
 FIRST, COUNTED, LAST = 12, 16, 36
 """Micro-batches before the counted ones, those that are counted, and all of them."""
 LOGGED = 20
@@ -65,10 +73,19 @@ class Meter:
 
     def __init__(self, sim: Simulated) -> None:
         self._sim, self._passes = sim, 0
+        self._counts_passes = True
         self.counts: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: Any) -> Meter:
+        # A pipeline traces a copy of the model, whose passes compute nothing.
+        copied = Meter(self._sim)
+        copied._counts_passes = False
+        return copied
 
     def tick(self) -> None:
         """Count a forward pass."""
+        if not self._counts_passes:
+            return
         self._passes += 1
         if self._passes == FIRST:
             torch.accelerator.synchronize()
@@ -104,12 +121,32 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class AttentionBlock(nn.Module):
+    """Block over sequences of `TOKENS` tokens, with a causal attention in place of the hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention: Callable[[Tensor, Tensor, Tensor], Tensor] = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = (
+            part.view(rows, tokens, HEADS, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
+        )
+        return x + self.out(self.attention(q, k, v).transpose(1, 2).reshape(rows, tokens, WIDTH))
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Model(nn.Module):
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, block: type[nn.Module] = Block) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.meter = meter
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +156,19 @@ class Model(nn.Module):
         return self.head(x)
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {"hsdp": lambda: FSDP(replicate_size=2)}
+TENSOR_PLAN = {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}
+SECOND_STAGE = 2
+"""Number of the block with which the second stage of a pipeline begins."""
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "hsdp": lambda: FSDP(replicate_size=2),
+    "tp": lambda: Parallel(tp=2, tp_plan=TENSOR_PLAN),
+    "cp": lambda: Parallel(cp=2, wrap=[AttentionBlock]),
+    "pp": lambda: Parallel(pp=2, pp_split=[f"blocks.{SECOND_STAGE}"]),
+}
+WORLDS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4, "tp": 2, "cp": 2, "pp": 2}
+"""Processes of each strategy."""
+SHARED = ("tp", "cp", "pp")
+"""Strategies whose processes all train on the same batches."""
 
 
 def strategy_of(name: str) -> str | Strategy:
@@ -127,11 +176,21 @@ def strategy_of(name: str) -> str | Strategy:
     return STRATEGIES[name]() if name in STRATEGIES else name
 
 
-def batches(world: int) -> DataLoader[tuple[Tensor, ...]]:
+def model_for(strategy: str, meter: Meter) -> Model:
+    return Model(meter, AttentionBlock if strategy == "cp" else Block)
+
+
+def batches(world: int, strategy: str = "single", rows: int = ROWS) -> DataLoader[tuple[Tensor, ...]]:
+    """Return a loader of `LAST` batches for each process: of sequences for context parallelism, otherwise of rows."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ROWS * LAST * world, WIDTH, generator=generator)
-    y = torch.randint(0, CLASSES, (len(x),), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=ROWS, pin_memory=True)
+    shape = (ROWS * LAST * (1 if strategy in SHARED else world), *([TOKENS] if strategy == "cp" else []))
+    x = torch.randn(*shape, WIDTH, generator=generator)
+    y = torch.randint(0, CLASSES, shape, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=rows, pin_memory=True)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def bare(strategy: str, precision: str, accumulate: int, world: int, meter: Meter) -> None:
@@ -139,42 +198,123 @@ def bare(strategy: str, precision: str, accumulate: int, world: int, meter: Mete
     from drivetrain import PartialState
 
     device = PartialState().device
-    model: nn.Module = Model(meter).to(device)
+    if strategy == "pp":
+        bare_pipeline(device, precision, accumulate, meter)
+        return
+    model: nn.Module = model_for(strategy, meter).to(device)
+    options: dict[str, Any] = {}
+    gathered: GatheredAttention | None = None
     if strategy == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif strategy in ("fsdp", "hsdp"):
+    elif strategy == "tp":
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        model = parallelize_module(model, init_device_mesh(device.type, (2,)), plan)
+        options["foreach"] = False  # torch refuses DTensors and plain tensors in one call
+    elif strategy in ("fsdp", "hsdp", "cp"):
         low = None if precision == "32" else torch.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32, cast_forward_inputs=False)
-        shape, names = {"fsdp": ((2,), ("shard",)), "hsdp": ((2, 2), ("replicate", "shard"))}[strategy]
+        shape, names = {"hsdp": ((2, 2), ("replicate", "shard"))}.get(strategy, ((2,), ("shard",)))
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        for block in model.blocks:
+        if strategy == "cp":
+            gathered = GatheredAttention(mesh.get_group())
+        for block in model.blocks:  # type: ignore[union-attr]
+            if gathered is not None:
+                block.attention = gathered
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for number, (x, y) in enumerate(batches(1)):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    for number, (x, y) in enumerate(batches(1, strategy)):
         steps = (number + 1) % accumulate == 0
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        if gathered is not None:
+            x, y = gathered.own(x), gathered.own(y)
         context: AbstractContextManager[Any] = nullcontext()
         if strategy == "ddp" and not steps:
             context = model.no_sync()  # type: ignore[operator]
-        elif strategy in ("fsdp", "hsdp"):
+        elif strategy in ("fsdp", "hsdp", "cp"):
             model.set_requires_gradient_sync(steps)  # type: ignore[operator]
         with context:
             with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32"):
-                loss = F.cross_entropy(model(x), y)
+                loss = loss_of(model(x), y)
             (loss / accumulate if accumulate > 1 else loss).backward()
         if steps:
             optimizer.step()
             optimizer.zero_grad()
 
 
-class Costs(Task):
-    def __init__(self, meter: Meter) -> None:
+class GatheredAttention:
+    """Causal attention by hand over sequences that two processes share: keys and values are gathered.
+
+    Each process has one of the four chunks of a sequence from the front and the mirrored one from the back.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._own = (group.rank(), 3 - group.rank())
+
+    def own(self, tensor: Tensor) -> Tensor:
+        chunks = tensor.chunk(4, 1)
+        return torch.cat([chunks[number] for number in self._own], 1)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        gathered = funcol.all_gather_single_autograd(torch.stack((key, value)), 0, self._group)
+        first, last = (part.chunk(2, -2) for part in gathered.wait().chunk(2))
+        keys, values = torch.cat([first[0], last[0], last[1], first[1]], -2)
+        size, outputs = query.size(-2) // 2, []
+        for number, part in zip(self._own, query.chunk(2, -2), strict=True):
+            seen = (number + 1) * size
+            mask: dict[str, Any] = {"attn_mask": causal_lower_right(size, seen)} if number else {"is_causal": True}
+            outputs.append(F.scaled_dot_product_attention(part, keys[..., :seen, :], values[..., :seen, :], **mask))
+        return torch.cat(outputs, -2)
+
+
+class Stage(nn.Module):
+    """One of two stages of the model, with the precision of its forward."""
+
+    def __init__(self, model: Model, stage: int, precision: str) -> None:
         super().__init__()
-        self.net = Model(meter)
+        self.meter, self.precision = model.meter, precision
+        self.blocks = model.blocks[SECOND_STAGE:] if stage else model.blocks[:SECOND_STAGE]
+        self.head = model.head if stage else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.tick()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision != "32"):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+
+def bare_pipeline(device: torch.device, precision: str, accumulate: int, meter: Meter) -> None:
+    """The loop that one writes by hand with torch's pipeline schedules. Each batch has the rows of a whole step."""
+    rank = dist.get_rank()
+    module = Stage(Model(meter), rank, precision).to(device)
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32"):
+            loss = F.cross_entropy(logits, labels)
+        return loss / accumulate if accumulate > 1 else loss
+
+    kind = ScheduleGPipe if accumulate == 1 else Schedule1F1B
+    schedule = kind(PipelineStage(module, rank, 2, device), accumulate, loss_fn=loss_fn, scale_grads=False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for x, y in batches(1, "pp", ROWS * accumulate):
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Costs(Task):
+    def __init__(self, meter: Meter, strategy: str = "single") -> None:
+        super().__init__()
+        self.net = model_for(strategy, meter)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        loss = loss_of(self.net(batch[0]), batch[1])
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -184,16 +324,18 @@ class Costs(Task):
 
 def with_trainer(strategy: str, precision: str, accumulate: int, world: int, meter: Meter) -> None:
     """`Trainer.fit` with the default callbacks."""
-    fit(Costs(meter), world, strategy=strategy_of(strategy), precision=precision, accumulate_grad_batches=accumulate)
+    loader = batches(world, strategy)
+    options = {"strategy": strategy_of(strategy), "precision": precision, "accumulate_grad_batches": accumulate}
+    fit(Costs(meter, strategy), loader, **options)
 
 
-def fit(task: Task, world: int, **options: Any) -> None:
+def fit(task: Task, loader: DataLoader[tuple[Tensor, ...]], **options: Any) -> None:
     """Fit a task for one epoch."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             **{"max_epochs": 1, "logger": False, "default_root_dir": folder, "enable_checkpointing": False, **options}
         )
-        trainer.fit(task, batches(world))
+        trainer.fit(task, loader)
 
 
 def with_accelerator(strategy: str, precision: str, accumulate: int, world: int, meter: Meter) -> None:
@@ -202,18 +344,24 @@ def with_accelerator(strategy: str, precision: str, accumulate: int, world: int,
     accelerator = Accelerator(
         strategy=strategy_of(strategy), mixed_precision=mixed, gradient_accumulation_steps=accumulate
     )
-    model: Any = Model(meter)
+    model: Any = model_for(strategy, meter)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader: Any = batches(world)
+    loader: Any = batches(world, strategy)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(F.cross_entropy(model(x), y))
+        shared = accelerator.maybe_context_parallel([x, y], [1, 1], {x, y}) if strategy == "cp" else nullcontext()
+        with accelerator.accumulate(model), shared:
+            accelerator.backward(loss_of(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
 
 
 DRIVERS = {"bare": bare, "trainer": with_trainer, "accelerator": with_accelerator}
+
+
+def drivers_of(strategy: str) -> list[str]:
+    """Return the drivers of a strategy. An Accelerator's loop cannot interleave a pipeline's stages."""
+    return [driver for driver in DRIVERS if (driver, strategy) != ("accelerator", "pp")]
 
 
 def cost(driver: str, strategy: str, precision: str, accumulate: int, world: int) -> dict[str, Any]:
@@ -246,12 +394,12 @@ class Logs(Costs):
         return loss
 
 
-def waits_of_log_points(strategy: str, world: int) -> list[str]:
-    """Log once among the counted micro-batches, and return where the host waited."""
+def log_point(strategy: str, world: int) -> dict[str, Any]:
+    """Log once among the counted micro-batches, and return what they cost."""
     meter = Meter(start(world))
     options = {"logger": "csv", "log_every_n_steps": LOGGED, "enable_progress_bar": True}
-    fit(Logs(meter), world, strategy=strategy, **options)
-    return meter.counts["synchronisations"]
+    fit(Logs(meter), batches(world), strategy=strategy, **options)
+    return meter.counts
 
 
 CALLBACKS: dict[str, Callable[[str], list[Callback]]] = {
@@ -290,15 +438,15 @@ TEN = (
 CALLBACKS["ten"] = lambda folder: [callback for name in TEN for callback in CALLBACKS[name](folder)]
 
 
-def costs_with_callbacks() -> dict[str, dict[str, Any]]:
+def costs_with_callbacks(names: Sequence[str] = tuple(CALLBACKS)) -> dict[str, dict[str, Any]]:
     """Count steps with each of the callbacks, in one process and 32 bits, beside those of a Trainer without them."""
     sim, found = start(1), {}
-    for name, callbacks in CALLBACKS.items():
-        meter = Meter(sim)
+    for name in names:
+        callbacks, meter = CALLBACKS[name], Meter(sim)
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"logger": "csv", "log_every_n_steps": LOGGED, "callbacks": callbacks(folder)}
             saves = any(isinstance(callback, ModelCheckpoint) for callback in options["callbacks"])
-            fit(Costs(meter), 1, enable_checkpointing=saves, **options)
+            fit(Costs(meter), batches(1), enable_checkpointing=saves, **options)
         found[name] = meter.counts
     return found
 
@@ -360,7 +508,7 @@ def training_during_a_save() -> dict[str, Any]:
             begin(storage, *given)
 
         with mock.patch.object(LocalStorage, "begin", held):
-            fit(Costs(Meter(sim)), 1, callbacks=[saves])
+            fit(Costs(Meter(sim)), batches(1), callbacks=[saves])
         written = open_weights(saves.path)
         return {
             "trained": saves.trained,
