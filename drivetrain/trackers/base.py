@@ -486,6 +486,27 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
     return list(stack.clip(0, 255).astype(np.uint8))
 
 
+def as_png(image: NDArray[Any]) -> bytes:
+    """Encode an image of shape (H, W, C), as `as_images` returns it, as a PNG file."""
+    import struct
+    import zlib
+
+    import numpy as np
+
+    height, width, channels = image.shape
+    # Each row begins with the number of its filter, here 0 for none.
+    rows = np.zeros((height, 1 + width * channels), np.uint8)
+    rows[:, 1:] = image.reshape(height, -1)
+    # The colour types are grey, RGB, and RGB with transparency.
+    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
+    parts = {b"IHDR": header, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
+    chunks = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
 def as_array(value: Any) -> NDArray[Any]:
     """Copy a tensor, an array, an image or a sequence of numbers to a new NumPy array."""
     import numpy as np

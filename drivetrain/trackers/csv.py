@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trackers.base import as_rows
+from drivetrain.trackers.base import as_images, as_png, as_rows
 from drivetrain.trackers.directory import DirectoryTracker
 
 logger = get_logger(__name__)
@@ -104,12 +104,22 @@ class CSVLogger(DirectoryTracker):
             self._rows, self._last_is_written = [], False
         self._rows.append(row)
 
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write images to PNG files, `images/<name>/<step>.png` in the run directory. Several images are numbered."""
+        for name, images in as_images(values).items():
+            folder = self.run_directory.create() / "images" / _file_name(self._prefix + name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, image in enumerate(images):
+                parts = [] if step is None else [str(step)]
+                parts += [str(number)] if len(images) > 1 else []
+                (folder / f"{'-'.join(parts) or 'image'}.png").write_bytes(as_png(image))
+
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
         """Write a table to a CSV file of its own, `tables/<name>-<step>.csv` in the run directory."""
         titles, rows = as_rows(columns, data)
-        file_name = re.sub(r"[^\w.-]", "_", name if step is None else f"{name}-{step}")
+        file_name = _file_name(name if step is None else f"{name}-{step}")
         path = self.run_directory.create() / "tables" / f"{file_name}.csv"
         path.parent.mkdir(exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -158,6 +168,11 @@ class CSVLogger(DirectoryTracker):
                 self._table = None
                 self._rows, self._last_is_written = [], False
         self.run_directory.release()
+
+
+def _file_name(name: str) -> str:
+    # A name of dots only would be another directory.
+    return re.sub(r"[^\w.-]|^\.", "_", name)
 
 
 def _same_step(last: Row, new: Row) -> bool:

@@ -547,7 +547,7 @@ class TrackerGroup:
             self._call(tracker, partial(_log, values=kept, step=step, options=given), len(kept))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        self._each_given(lambda target: target.log_images(values, step), len(values))
+        self._each(lambda target: target.log_images(values, step), len(values))
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
         self._each_given(lambda target: target.log_histogram(values, step), len(values))
@@ -556,7 +556,7 @@ class TrackerGroup:
         if self.writes_here:
             titles, rows = as_rows(columns, data)
             kept = self.secrets.hide(rows)
-            self._each_given(lambda target: target.log_table(name, titles, kept, step=step), 1)
+            self._each(lambda target: target.log_table(name, titles, kept, step=step), 1)
 
     def save(self) -> None:
         self._each(lambda target: target.save())

@@ -8,6 +8,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 import yaml
 
@@ -236,3 +238,27 @@ def test_a_number_belongs_to_the_run_that_took_it_first(tmp_path: Path) -> None:
     two.finish()
     one.finish()
     assert [path.name for path in Path(tmp_path, "drivetrain_logs").glob("version_*")] == ["version_1"]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_an_image_is_a_file_with_the_same_pixels(channels: int, tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, channels), dtype=np.uint8)
+    logger = CSVLogger(tmp_path)
+    logger.log_images({"sample": image}, step=3)
+    read = np.round(255 * matplotlib.image.imread(Path(logger.log_dir, "images", "sample", "3.png")))
+    assert np.array_equal(read.reshape(image.shape), image)
+
+
+def test_several_images_are_numbered_and_their_names_are_names_of_files(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, prefix="gan")
+    logger.log_images({"a/b": np.zeros((2, 4, 4, 3)), "..": np.zeros((4, 4))}, step=10)
+    logger.log_images({"last": np.zeros((4, 4))})
+    images = Path(logger.log_dir, "images")
+    found = sorted(path.relative_to(images).as_posix() for path in images.rglob("*.png"))
+    assert found == ["gan-../10.png", "gan-a_b/10-0.png", "gan-a_b/10-1.png", "gan-last/image.png"]
+    plain = CSVLogger(tmp_path / "plain")
+    plain.log_images({"..": np.zeros((4, 4))}, step=1)
+    plain.log_table("..", ["a"], [[1]])
+    written = {path.parent.relative_to(plain.log_dir).as_posix() for path in Path(plain.log_dir).rglob("*.*g")}
+    assert written == {"images/_."}
+    assert [path.name for path in Path(plain.log_dir, "tables").iterdir()] == ["_..csv"]
