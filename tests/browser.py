@@ -60,11 +60,40 @@ def result_of(content: str, script: str, folder: Path) -> Any:
     return json.loads(html.unescape(found[1]))
 
 
-def _run(page: Path, folder: Path, *options: str) -> str:
+def result_in_frame(page: Path, script: str, folder: Path, seconds: int = 60) -> Any:
+    """What an expression of JavaScript gives beside a page in a frame, which may load itself again.
+
+    Args:
+        page: The page, somewhere below `folder`.
+        script: The expression; `frame` is the frame's element, and `until(condition)` a promise that it has held.
+        folder: The folder that is served, where Chromium may write, too.
+        seconds: For how long the browser's clock runs, which is faster than a real one.
+    """
+    relative = page.relative_to(folder).as_posix()
+    content = f"""<!doctype html><body><iframe id="frame" src="{relative}" width="800" height="600"></iframe><script>
+    const frame = document.getElementById("frame");
+    const until = async (condition) => {{ while (!condition()) await new Promise((go) => setTimeout(go, 100)); }};
+    const drawn = () => frame.contentDocument?.documentElement?.dataset.charts !== undefined;
+    until(drawn).then(() => {script}).then((found) => {{
+        document.documentElement.dataset.result = JSON.stringify(found);
+    }}, (error) => {{ document.documentElement.dataset.result = JSON.stringify(String(error)); }});
+    </script></body>"""
+    (folder / "frame.html").write_text(content)
+    with _Server(folder, []) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/frame.html"
+        document = _run(address, folder, "--dump-dom", milliseconds=1000 * seconds)
+        server.shutdown()
+    found = re.search(r'<html[^>]*data-result="([^"]*)"', document)
+    assert found is not None, "the script has not come to its end"
+    return json.loads(html.unescape(found[1]))
+
+
+def _run(page: Path | str, folder: Path, *options: str, milliseconds: int = 3000) -> str:
     command = [
         *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
         *("--disable-component-update", "--no-first-run", f"--user-data-dir={folder / 'profile'}"),
-        *("--virtual-time-budget=3000", *options, page.as_uri()),
+        *(f"--virtual-time-budget={milliseconds}", *options, page if isinstance(page, str) else page.as_uri()),
     ]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 

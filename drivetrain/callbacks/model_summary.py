@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.logging import collect, get_logger
 from drivetrain.runtime.memory import parameter_size
 from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.seeds import isolated_random_state
@@ -349,7 +349,9 @@ class ModelSummary(Callback):
             **summarize_kwargs: Keyword arguments that were passed to the callback.
         """
         totals = total_lines(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
-        print_text("\n".join([*table_lines(summary_data), *totals]))
+        text = "\n".join([*table_lines(summary_data), *totals])
+        collect(text)
+        print_text(text)
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:

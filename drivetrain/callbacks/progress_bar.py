@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.logging import is_configured, logs_json, report
+from drivetrain.runtime.logging import collect, is_configured, logs_json, report
 from drivetrain.runtime.terminal import encodable, is_terminal, print_text
 
 if TYPE_CHECKING:
@@ -612,9 +612,13 @@ class TQDMProgressBar(Callback):
         assert self._display is not None
         stage, values = self._stage, self._values(trainer)
         self._display.finish(stage, values)
-        if not stage.passing and is_configured() and not in_notebook():
+        if stage.passing:
+            return
+        if is_configured() and not in_notebook():
             with self.hidden():
                 report(stage.summary(values), epoch=trainer.current_epoch, step=trainer.global_step, values=values)
+        else:
+            collect(stage.summary(values))
 
     def _end(self, trainer: Trainer) -> None:
         """End the bar of the current evaluation. If a training epoch is in progress, return to its bar."""

@@ -209,6 +209,20 @@ class DeviceKind:
         use = self.memory_use(device)
         return int(free) + (max(0, use[2] - use[0]) if use else 0), int(total)
 
+    def utilization(self, device: torch.device) -> float | None:
+        """Return the fraction of recent time in which a device was in use, by any process.
+
+        Returns None if torch cannot query it, for CUDA without the package `nvidia-ml-py`.
+
+        Args:
+            device: The device.
+        """
+        read = getattr(self.module, "utilization", None)
+        try:
+            return None if read is None else float(read(device)) / 100
+        except (ImportError, RuntimeError, OSError):
+            return None
+
     def describe(self, device: torch.device) -> str:
         """Return the model name of a device, such as that of a GPU, or the kind's name if there is none.
 

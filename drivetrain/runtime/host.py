@@ -85,6 +85,22 @@ def _read_kernel_file(path: str) -> bytes:
 # CPU cores
 
 
+def cpu_times() -> tuple[float, float]:
+    """Return the time that the machine's CPUs were in use since its start, and the time that has passed on all.
+
+    Only differences of two results are meaningful. On Linux they are read from a file, without psutil.
+    """
+    found = _read_kernel_file("/proc/stat").split(b"\n", 1)[0].split()[1:9]
+    if found:
+        user, nice, system, idle, waiting, *rest = map(float, found)
+        busy = user + nice + system + sum(rest)
+        return busy, busy + idle + waiting
+    import psutil
+
+    times = psutil.cpu_times()
+    return sum(times) - times.idle, sum(times)
+
+
 def cores_of_process(processes_here: int = 1) -> int:
     """Return the number of CPU cores that each of `processes_here` processes on this machine can use."""
     # The affinity mask counts only the cores that a scheduler has granted.

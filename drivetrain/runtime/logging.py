@@ -77,6 +77,7 @@ def report(text: str, level: int = logging.INFO, show: Callable[[str], object] =
     if is_configured():
         _RUN.log(level, "%s", text, extra=fields, stacklevel=2)
     else:
+        collect(text)
         show(text)
 
 
@@ -87,6 +88,20 @@ def is_configured() -> bool:
 
 class Collector(logging.Handler):
     """Base class of handlers that collect records for the product's own use, and show nobody anything."""
+
+    def add_line(self, text: str) -> None:
+        """Collect a line that was printed instead of logged.
+
+        Args:
+            text: The line, which may contain line breaks.
+        """
+
+
+def collect(text: str) -> None:
+    """Pass a line that is printed instead of logged to all collectors, such as that of the run report."""
+    for handler in _RUN.handlers:
+        if isinstance(handler, Collector):
+            handler.add_line(text)
 
 
 def logs_json() -> bool:

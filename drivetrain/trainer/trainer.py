@@ -29,7 +29,7 @@ from drivetrain.runtime.devices import DeviceName
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
-from drivetrain.runtime.logging import is_configured, report
+from drivetrain.runtime.logging import collect, is_configured, report
 from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import CHECKPOINT, Timing
 from drivetrain.strategies import Strategy
@@ -244,8 +244,11 @@ class TrainerStatus:
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, without breaking the progress bar. Takes the arguments of the built-in `print`."""
-        if not self.is_global_zero:
-            return
+        if self.is_global_zero:
+            collect((kwargs.get("sep") or " ").join(map(str, args)))
+            self._print(*args, **kwargs)
+
+    def _print(self, *args: Any, **kwargs: Any) -> None:
         bar = self.progress_bar_callback
         if bar is not None:
             bar.print(*args, **kwargs)
@@ -263,7 +266,7 @@ class TrainerStatus:
             return
         bar = self.progress_bar_callback
         with bar.hidden() if isinstance(bar, TQDMProgressBar) and is_configured() else nullcontext():
-            report(text, level, self.print)
+            report(text, level, self._print)
 
     # values
 

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import platform
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,9 +27,10 @@ from drivetrain.callbacks import GradientNorm, LearningRateMonitor, ModelCheckpo
 from drivetrain.callbacks.report import run_report
 from drivetrain.callbacks.report.charts import read_lanes
 from drivetrain.callbacks.report.page import list_runs, write_page
-from drivetrain.callbacks.report.record import read_record, read_values
+from drivetrain.callbacks.report.record import read_record, read_values, write_record
 from drivetrain.callbacks.report.run_facts import commit_of
 from drivetrain.callbacks.report.run_report import Clock, ReportWriter
+from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
 from tests.pool import ROOT, ProcessesFailed, device, run_in_processes
@@ -74,13 +77,13 @@ def test_every_run_with_a_folder_leaves_a_page(tmp_path: Path) -> None:
         ("UserWarning: this is odd", 2),
         ("so is <this>", 2),
     ]
-    assert record["data"]["training"] == "8 samples in batches of 4, 2 batches"
-    assert record["model"]["parameters"] == "2"
+    assert record["data"]["training"] == {"samples": 8, "batch_size": 4, "batches": 2}
+    assert record["model"]["parameters"] == 2
     page = (folder_of(tmp_path) / "report.html").read_text()
     assert "so is &lt;this&gt;" in page
     assert page.endswith("</html>\n")
     assert warnings.showwarning.__module__ == "warnings" or "pytest" in repr(warnings.showwarning)
-    assert not [each for each in logging.getLogger("drivetrain").handlers if type(each).__name__ == "WarningLog"]
+    assert not [each for each in logging.getLogger("drivetrain").handlers if type(each).__name__ == "RunLog"]
 
 
 def test_a_page_shows_what_was_run_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,15 +119,107 @@ def test_a_page_shows_what_was_run_and_where(tmp_path: Path, monkeypatch: pytest
     assert {"loss", "grad_norm"} <= titles, titles
 
 
-def test_a_failed_run_shows_why(tmp_path: Path) -> None:
+def test_a_failed_run_shows_why_at_the_top(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="fire"):
         trainer_in(tmp_path).fit(Failing([1.0] * 9), numbers(8, 4))
     record = read_record(folder_of(tmp_path))
     assert record["state"] == "failed"
     assert record["reason"] == "RuntimeError: the disk is on fire"
+    line = 1 + Path(__file__).read_text().splitlines().index('            raise RuntimeError("the disk is on fire")')
+    assert record["failed_at"] == f"{__file__}:{line}, in training_step"
     page = (folder_of(tmp_path) / "report.html").read_text()
-    assert "Failed: RuntimeError: the disk is on fire." in page
-    assert "in training_step" in page  # the traceback
+    header = page[page.index("<header>") : page.index("</header>")]
+    assert "Failed: RuntimeError: the disk is on fire." in header
+    assert record["failed_at"] in header
+    assert "Traceback (most recent call last)" in header
+
+
+class Broken(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        raise ValueError("bad row")
+
+
+class WithoutLoader(Scripted):
+    def train_dataloader(self) -> Any:
+        raise ValueError("bad row")
+
+
+@pytest.mark.parametrize("kind", ["dataset", "worker", "loader of the task"])
+def test_a_run_whose_data_fail_is_listed_with_the_reason(kind: str, tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(Broken(), batch_size=2, num_workers=int(kind == "worker"))
+    task, data = (WithoutLoader([1.0]), None) if kind == "loader of the task" else (Scripted([1.0]), loader)
+    with pytest.raises(ValueError, match="bad row"):
+        trainer_in(tmp_path).fit(task, data)
+    [run] = list_runs(tmp_path)
+    where = " (in DataLoader worker process 0)" if kind == "worker" else ""
+    assert (run.state, run.record["reason"]) == ("failed", f"ValueError: bad row{where}")
+    assert f"Failed: ValueError: bad row{where}." in (folder_of(tmp_path) / "report.html").read_text()
+
+
+class Talking(Careless):
+    def on_train_epoch_start(self) -> None:
+        self.print("epoch", self.current_epoch, "<begins>", sep=" | ")
+        logging.getLogger("drivetrain.somewhere").info("nobody sees this")
+
+
+def test_a_page_shows_the_lines_of_the_run(tmp_path: Path) -> None:
+    run_in_processes(fit_talking, 1, args=(str(tmp_path),))
+    lines = (folder_of(tmp_path) / "output.log").read_text().splitlines()
+    texts = [line.split("  ", 1)[1] for line in lines]
+    assert texts[0].startswith("Training Talking: 1 process on ")
+    assert [text for text in texts if "|" in text] == ["epoch | 0 | <begins>", "epoch | 1 | <begins>"]
+    assert texts.count("so is <this>") == texts.count("UserWarning: this is odd") == 2
+    assert not [text for text in texts if "nobody" in text]
+    page = (folder_of(tmp_path) / "report.html").read_text()
+    assert "epoch | 1 | &lt;begins&gt;" in page
+
+
+def fit_talking(root: str) -> None:
+    trainer_in(Path(root)).fit(Talking([2.0, 1.0]), numbers(8, 4), numbers(8, 4))
+
+
+def fit_logging(root: str) -> None:
+    logging.basicConfig(level=logging.INFO)
+    fit_talking(root)
+
+
+def test_a_run_that_logs_has_each_line_once(tmp_path: Path) -> None:
+    run_in_processes(fit_logging, 1, args=(str(tmp_path),))
+    texts = [line.split("  ", 1)[1] for line in (folder_of(tmp_path) / "output.log").read_text().splitlines()]
+    assert sum(text.startswith("Training Talking") for text in texts) == 1
+    assert texts.count("nobody sees this") == texts.count("so is <this>") == 2
+
+
+@pytest.mark.parametrize(
+    ("logger", "name"),
+    [
+        ({}, r"[a-z]+-[a-z]+-0"),
+        ({"name": "digits"}, r"digits-[a-z]+-[a-z]+-0"),
+        ({"name": "digits", "version": "wide"}, "digits-wide"),
+        ({"version": 3}, r"[a-z]+-[a-z]+-3"),
+    ],
+    ids=str,
+)
+def test_a_run_has_a_name(logger: dict[str, Any], name: str, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, logger=CSVLogger(tmp_path, **logger))
+    state = random.getstate()
+    trainer.fit(Scripted([1.0] * 9), numbers(8, 4))
+    assert random.getstate() == state
+    assert trainer.log_dir is not None
+    record = read_record(trainer.log_dir)
+    assert re.fullmatch(name, record["name"])
+    page = Path(trainer.log_dir, "report.html").read_text()
+    assert f"<title>{record['name']}</title>" in page
+    assert f"<h1>{record['name']}</h1>" in page
+
+
+def test_a_run_has_the_name_that_was_given(tmp_path: Path) -> None:
+    trainer_in(tmp_path, callbacks=[RunReport(name="wide layers")]).fit(Scripted([1.0] * 9), numbers(8, 4))
+    [run] = list_runs(tmp_path)
+    assert (run.title, run.name) == ("wide layers", "version_0")
 
 
 class Ending(Scripted):
@@ -265,9 +360,11 @@ def test_a_test_adds_its_results(tmp_path: Path) -> None:
 def test_a_resumed_run_continues_its_page(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trainer_in(tmp_path).fit(Failing([1.0] * 9), numbers(8, 4))
+    name = read_record(folder_of(tmp_path))["name"]
     trainer_in(tmp_path, max_epochs=3).fit(Scripted([1.0] * 9), numbers(8, 4), resume="auto")
     record = read_record(folder_of(tmp_path))
     assert [each["state"] for each in record["sessions"]] == ["failed"]
+    assert record["name"] == name
     assert record["state"] == "finished"
     assert "Parts" in (folder_of(tmp_path) / "report.html").read_text()
 
@@ -496,21 +593,85 @@ def test_a_killed_run_leaves_its_last_page(tmp_path: Path) -> None:
     assert json.loads((page.parent / "run.json").read_text())["argv"] == [sys.executable, "train.py", str(ROOT)]
 
 
-def test_what_was_run_has_the_seed_and_the_optimizers_rates(tmp_path: Path) -> None:
-    class Decays(Scripted):
-        def configure_optimizers(self) -> Any:
-            groups = [{"params": [self.layer.weight]}, {"params": [self.layer.bias], "weight_decay": 0.0}]
-            optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3)
-            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1)]
+class Decays(Scripted):
+    """Has two groups of parameters, and a rate that a scheduler changes at once."""
 
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.layer.weight]}, {"params": [self.layer.bias], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3, amsgrad=True)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1)]
+
+
+def fit_deterministically(root: Path) -> None:
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        trainer_in(tmp_path, seed=7, deterministic=True).fit(Decays([1, 1]), numbers(8, 4), numbers(4, 4))
+        options: dict[str, Any] = {"limit_train_batches": 0.5, "gradient_clip_val": 1.5, "detect_anomaly": True}
+        trainer_in(root, seed=7, deterministic=True, **options).fit(Decays([1, 1]), numbers(16, 4), numbers(4, 4))
     finally:
         torch.use_deterministic_algorithms(deterministic)
-    known = read_record(folder_of(tmp_path))["trainer"]
-    expected = {"seed": "7", "deterministic": "True", "optimizer lr": "0.01", "optimizer weight decay": "0.3, 0"}
-    assert expected.items() <= known.items()
+
+
+def test_a_record_has_the_settings_as_numbers_booleans_and_lists(tmp_path: Path) -> None:
+    fit_deterministically(tmp_path)
+    record = read_record(folder_of(tmp_path))
+    expected = {
+        "seed": 7,
+        "deterministic": True,
+        "max_epochs": 2,
+        "limit_train_batches": 0.5,
+        "gradient_clip_val": 1.5,
+        "detect_anomaly": True,
+        "processes": 1,
+        "trackers": ["CSVLogger"],
+    }
+    assert expected.items() <= record["trainer"].items()
+    settings = {"lr": 0.01, "weight_decay": [0.3, 0.0], "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": True}
+    assert record["optimizers"] == [{"class": "AdamW", **settings, **_decoupled()}]
+    assert record["data"] == {
+        "training": {"samples": 16, "batch_size": 4, "batches": 2},
+        "validation": {"samples": 4, "batch_size": 4, "batches": 1},
+    }
+    assert record["model"] == {"task": "Decays", "parameters": 2, "trained_parameters": 2}
+    assert record["environment"]["cpus"] == os.cpu_count()
+
+
+def _decoupled() -> dict[str, bool]:
+    """What newer versions of torch write into the groups of AdamW."""
+    group = torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    return {"decoupled_weight_decay": True} if "decoupled_weight_decay" in group else {}
+
+
+def test_a_page_shows_the_settings_in_words(tmp_path: Path) -> None:
+    fit_deterministically(tmp_path)
+    text = shown((folder_of(tmp_path) / "report.html").read_bytes())
+    for part in (
+        "seed 7",
+        "deterministic True",
+        "optimizer AdamW",
+        "optimizer lr 0.01",
+        "optimizer weight decay 0.3, 0",
+        "training 16 samples in batches of 4, 2 batches",
+        "trained parameters 2",
+    ):
+        assert part in text, part
+
+
+def test_several_loaders_have_a_size_each(tmp_path: Path) -> None:
+    trainer_in(tmp_path).fit(Scripted([1.0] * 4), numbers(8, 4), [numbers(4, 4), numbers(6, 2)])
+    record = read_record(folder_of(tmp_path))
+    assert record["data"]["validation"] == {"samples": [4, 6], "batch_size": [4, 2], "batches": 4}
+    page = (folder_of(tmp_path) / "report.html").read_bytes()
+    assert "validation 4 samples in batches of 4, 6 samples in batches of 2, 4 batches" in shown(page)
+
+
+def test_a_record_of_an_older_version_is_shown_as_it_is(tmp_path: Path) -> None:
+    trainer_in(tmp_path).fit(Scripted([1.0] * 4), numbers(8, 4))
+    record = {**read_record(folder_of(tmp_path)), "version": 1, "optimizers": None}
+    record |= {"model": {"parameters": "1,234"}, "data": {"training": "8 samples in batches of 4"}}
+    write_record(folder_of(tmp_path), record)
+    text = shown(write_page(folder_of(tmp_path)).read_bytes())
+    assert "parameters 1,234" in text
+    assert "training 8 samples in batches of 4" in text
 
 
 def test_the_table_of_validations_has_the_epochs_that_ended(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ RECORDS = "import json, os; json.dump([os.environ['DRIVETRAIN_RESUME'], os.getcw
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of two runs, the second of which has failed."""
     monkeypatch.chdir(tmp_path)
-    for number, changed in ((0, {}), (1, {"state": "failed", "reason": "RuntimeError: no"})):
+    for number, changed in ((0, {"name": "brave-otter-0"}), (1, {"state": "failed", "reason": "RuntimeError: no"})):
         folder = run_in(tmp_path / "drivetrain_logs" / f"version_{number}", **changed)
         record_run(tmp_path, folder)
     return tmp_path
@@ -31,10 +31,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_runs_are_listed_newest_first(directory: Path) -> None:
     title, *lines = drivetrain("runs").output.splitlines()
-    assert title.split() == ["began", "run", "state", "metric", "command"]
-    assert [line.split()[2:6] for line in lines] == [
-        ["version_1", "failed", "val_loss", "1"],
-        ["version_0", "finished", "val_loss", "1"],
+    assert title.split() == ["began", "run", "name", "state", "metric", "command"]
+    assert [line.split()[2:7] for line in lines] == [
+        ["version_1", "-", "failed", "val_loss", "1"],
+        ["version_0", "brave-otter-0", "finished", "val_loss", "1"],
     ]
     listed = json.loads(drivetrain("runs", "--json").output)
     assert [(run["name"], run["state"], run["metric"]) for run in listed] == [
@@ -89,8 +89,8 @@ def test_a_record_that_cannot_be_read_is_listed_so_beside_the_others(record: Any
     file = Path(directory, "drivetrain_logs", "version_1", "run.json")
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     _, broken, whole = drivetrain("runs").output.splitlines()
-    assert "version_1  unreadable  run.json cannot be read: " in broken
-    assert "version_0  finished" in whole
+    assert "version_1  -              unreadable  run.json cannot be read: " in broken
+    assert "version_0  brave-otter-0  finished" in whole
     assert "run.json cannot be read" in drivetrain("runs", "show", "version_1").output
     assert drivetrain("report", "drivetrain_logs/version_1").exit_code == 0
 
@@ -106,7 +106,7 @@ def test_what_is_no_record_is_not_waited_for(kind: str, directory: Path) -> None
     else:
         with file.open("wb") as opened:
             opened.truncate(2**32)
-    assert "version_1  unreadable" in drivetrain("runs").output
+    assert "version_1  -              unreadable" in drivetrain("runs").output
 
 
 def test_the_page_spells_control_characters_and_markup_out(directory: Path) -> None:
@@ -143,6 +143,12 @@ def test_passwords_in_addresses_are_not_listed(tmp_path: Path, monkeypatch: pyte
 
 def test_a_directory_without_runs_is_explained(tmp_path: Path) -> None:
     assert "Give their folder with --dir" in drivetrain("runs", "--dir", str(tmp_path)).output
+
+
+def test_a_run_is_found_by_its_name(directory: Path) -> None:
+    assert "finished" in drivetrain("runs", "show", "brave-otter-0").output
+    with pytest.raises(ConfigurationError, match="no run 'brave-otter-1'"):
+        drivetrain("runs", "show", "brave-otter-1")
 
 
 def test_a_run_is_shown(directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drivetrain import ConfigurationError
@@ -22,11 +24,12 @@ from drivetrain.callbacks.report.charts import (
     is_higher_better,
     json_within_script,
     kind_of,
+    places_of,
     read_lanes,
     subject_of,
 )
 from drivetrain.callbacks.report.page import RunPage, comparison_of, distinct_names, page_of, write_page
-from drivetrain.callbacks.report.record import Curve, read_record, read_values, write_record, write_whole
+from drivetrain.callbacks.report.record import Curve, RunValues, read_record, read_values, write_record, write_whole
 from drivetrain.runtime.timing import PARTS
 from drivetrain.trackers import CSVLogger, TensorBoardLogger
 from tests.pool import ROOT
@@ -35,8 +38,8 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 def sample(step: int, **changed: float) -> Sample:
-    values = dict.fromkeys(COLUMNS, 0.0) | {"time": 1e9 + step, "seconds": 1.0, "step": step, "forward": 1.0} | changed
-    return Sample(**values)
+    values = dict.fromkeys(COLUMNS, 0.0) | {"time": 1e9 + step, "seconds": 1.0, "step": step, "epoch": step / 10}
+    return Sample(**values | {"forward": 1.0, "cpu": 0.5, "gpu": math.nan} | changed)
 
 
 def run_in(folder: Path, lr: float = 0.1, loss: float = 1.0, **changed: Any) -> Path:
@@ -99,7 +102,7 @@ def test_a_page_has_everything_about_the_run(tmp_path: Path) -> None:
     titles = [chart["title"] for chart in charts_in(page)]
     assert titles == [
         *("loss", "acc", "learning rate"),
-        *("steps per second", "samples per second", "waiting for data", "memory in use"),
+        *("steps per second", "samples per second", "waiting for data", "memory in use", "CPU in use"),
     ]
     loss = charts_in(page)[0]
     assert loss["names"] == ["train_loss", "val_loss"]
@@ -147,7 +150,9 @@ def test_nothing_that_a_run_holds_is_markup(tmp_path: Path) -> None:
     )
     logger = CSVLogger(tmp_path, "", folder.name)
     logger.log({f"val_{HOSTILE}": 1.0}, 40)
+    logger.log_table("errors", [HOSTILE, "b"], [[HOSTILE, HOSTILE]], 40)
     logger.finish()
+    (folder / "output.log").write_text(HOSTILE)
     runs = [RunPage.read(folder), RunPage.read(run_in(tmp_path / "other"))]
     for page in (page_of(runs[0]), comparison_of(runs)):
         assert page.count(b"alert(1)") >= 2
@@ -173,7 +178,8 @@ def test_the_first_page_of_a_run_has_its_facts_and_no_curves(tmp_path: Path) -> 
     folder = run_in(tmp_path / "digits")
     page = write_page(folder, {"state": "running", "command": "python train.py"}, with_values=False).read_bytes()
     assert charts_in(page) == []
-    assert "digits running python train.py" in shown(page)
+    assert "digits running" in shown(page)
+    assert "python train.py" in shown(page)
     assert page.endswith(b"</html>\n")
 
 
@@ -217,6 +223,25 @@ def test_a_comparison_overlays_curves_and_marks_what_differs(tmp_path: Path) -> 
     assert re.findall(r"<td( class=\"best\")?>([\d.]+),", best) == [("", "1"), (' class="best"', "0.5")]
 
 
+def test_headings_of_a_comparison_stand_over_their_cells(tmp_path: Path) -> None:
+    runs = [RunPage.read(run_in(tmp_path / name)) for name in ("a", "b")]
+    tables = re.findall(r'<table class="data">(.*?)</table>', comparison_of(runs).decode(), re.DOTALL)
+    assert len(tables) == 3
+    for table in tables:
+        head, *rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
+        are_left = ["text" in cell for cell in re.findall(r"<th([^>]*)>", head)[1:]]
+        for row in rows:
+            cells = re.findall(r"<td([^>]*)>", row)
+            assert [bool(re.search("text|wide", cell)) for cell in cells] == are_left
+
+
+def test_runs_are_compared_by_their_names(tmp_path: Path) -> None:
+    for names, expected in ((("wide", "deep"), ["wide", "deep"]), (("same", "same"), ["a", "b"])):
+        runs = [run_in(tmp_path / folder, name=name) for folder, name in zip("ab", names, strict=True)]
+        text = shown(comparison_of([RunPage.read(run) for run in runs]))
+        assert f"metric {' '.join(expected)} " in text
+
+
 def test_names_of_compared_runs_are_as_long_as_they_must_be() -> None:
     assert distinct_names([Path("/r/x/version_0"), Path("/r/x/version_1")]) == ["version_0", "version_1"]
     assert distinct_names([Path("/r/x/v"), Path("/r/y/v")]) == ["x/v", "y/v"]
@@ -244,6 +269,57 @@ def test_tables_of_others_are_read(tmp_path: Path, column: str) -> None:
     curve = read_values(tmp_path).curves["loss"]
     assert (curve.steps, curve.values[0], curve.last) == ([0.0, 1.0, 2.0], 1.5, 0.5)
     assert curve.best(highest=False) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_page_shows_the_images_of_the_run(kind: type[CSVLogger] | type[TensorBoardLogger], tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    rng = np.random.default_rng(0)
+    for step in (10, 20):
+        logger.log({"loss": 1.0}, step)
+        logger.log_images({"digits": rng.random((3, 4, 4, 1)), "mask": rng.random((4, 4))}, step)
+    logger.finish()
+    page = page_of(RunPage.read(logger.log_dir)).decode()
+    figures = dict(re.findall(r"<figure><figcaption><h3>(\w+)</h3>(.*?)</figure>", page, re.DOTALL))
+    assert {name: figure.count("data:image/png;base64,") for name, figure in figures.items()} == {
+        "digits": 6,
+        "mask": 2,
+    }
+    for figure in figures.values():
+        hidden = re.findall(r'<div class="frame" data-step="([^"]*)"( hidden="hidden")?>', figure)
+        assert hidden == [("step 10", ' hidden="hidden"'), ("step 20", "")]
+
+
+def test_only_the_newest_images_are_on_the_page(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step in range(20):
+        logger.log_images({"noise": np.random.default_rng(step).random((400, 400, 3)), "dot": np.zeros((1, 1))}, step)
+    logger.log({"loss": 1.0}, 20)
+    logger.finish()
+    page = page_of(RunPage.read(logger.log_dir)).decode()
+    assert len(page) < 8e6
+    figures = dict(re.findall(r"<h3>(noise|dot)</h3>(.*?)</figure>", page, re.DOTALL))
+    steps = {name: re.findall(r'data-step="step (\d+)"', figure) for name, figure in figures.items()}
+    assert steps["dot"] == [str(step) for step in range(8, 20)]
+    assert 1 < len(steps["noise"]) < 12
+    assert steps["noise"][-1] == "19"
+
+
+def test_a_page_shows_the_newest_table_of_each_name(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log({"loss": 1.0}, 1)
+    for step in (9, 10):
+        logger.log_table("errors", ["digit", "count", "why"], [[each, step, "a <b>"] for each in range(70)], step)
+    logger.log_table("classes-of", ["name", "id"], [["cat", 1]])
+    logger.finish()
+    page = page_of(RunPage.read(logger.log_dir))
+    text = shown(page)
+    assert "errors, step 10 digit count why 0 10 a &lt;b&gt; 1 10 a" in text
+    assert "49 10 a &lt;b&gt; The first 50 of 70 rows." in text
+    assert "step 9" not in text
+    assert "classes-of name id cat 1" in text
+    heads = re.findall(r"<thead>(.*?)</thead>", page.decode())
+    assert any('count</th><th scope="col" class="text">why' in head for head in heads)
 
 
 def test_event_files_without_tensorboard_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +375,29 @@ def test_a_lane_that_was_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> 
     with (tmp_path / "ranks" / "rank_0.csv").open("a") as file:
         file.write("1000000002,1,")
     assert [each.step for each in read_lanes(tmp_path)[0][1]] == [1]
+
+
+def test_a_lane_of_an_older_version_is_read_and_continued(tmp_path: Path) -> None:
+    columns = COLUMNS[: COLUMNS.index("epoch")]
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    cells = ",".join(str(getattr(sample(1), name)) for name in columns)
+    (folder / "rank_0.csv").write_text(f"# host=here\n{','.join(columns)}\n{cells}\n")
+    lane = Lane(tmp_path, 0, {"host": "here"})
+    lane.write(sample(2))
+    lane.close()
+    first, second = read_lanes(tmp_path)[0][1]
+    assert (first.step, second.step, second.epoch) == (1, 2, 0.2)
+    assert math.isnan(first.epoch)
+
+
+def test_places_of_a_run_grow_where_it_was_resumed_from_an_earlier_step() -> None:
+    samples = [sample(step, epoch=step / 10) for step in (10, 20, 30)]
+    resumed = [sample(step, epoch=step / 10, time=1e9 + 100 + step) for step in (22, 32)]
+    places = places_of([*samples, *resumed], RunValues())
+    assert places["step"] == [0, 10, 20, 22, 32]
+    assert places["epoch"] == pytest.approx([0, 1, 2, 2.2, 3.2])
+    assert all(map(float.__lt__, places["seconds"], places["seconds"][1:]))
 
 
 def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ class Sample:
         idle: The remaining fraction of time.
         memory: The memory in use in bytes: of the device, or of the process if the device is the CPU.
         lr: The learning rate of the first optimizer's first parameter group.
+        epoch: The number of epochs at the end of the stretch, with the fraction of the current one.
+        cpu: The fraction of the machine's CPU time that was in use, by any process.
+        gpu: The fraction of time in which the GPU was in use, or NaN without a GPU.
     """
 
     time: float
@@ -62,6 +65,9 @@ class Sample:
     idle: float
     memory: float
     lr: float
+    epoch: float = math.nan
+    cpu: float = math.nan
+    gpu: float = math.nan
 
     @property
     def busy(self) -> float:
@@ -87,11 +93,10 @@ class Lane:
     def write(self, sample: Sample) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not self._path.exists()
             # Line buffering: a killed run loses at most the last sample.
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
-            if is_new:
-                self._file.write(f"# {self._about}\n{','.join(COLUMNS)}\n")
+            # A resumed run writes them again, since an older version may have written other columns.
+            self._file.write(f"# {self._about}\n{','.join(COLUMNS)}\n")
         self._file.write(",".join(f"{getattr(sample, name):.15g}" for name in COLUMNS) + "\n")
 
     def close(self) -> None:
@@ -115,15 +120,17 @@ def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Samp
 
 
 def _read(path: Path) -> tuple[str, list[Sample]]:
-    about, samples = "", []
+    about, samples, columns = "", [], list(COLUMNS)
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         for row in csv.reader(file):
             if row and row[0].startswith("#"):
                 about = ",".join(row)[1:].strip()
-            elif len(row) == len(COLUMNS) and row[0] != COLUMNS[0]:
+            elif row and row[0] == COLUMNS[0]:
+                columns = row
+            elif len(row) == len(columns):
                 try:
-                    samples.append(Sample(*map(float, row)))
-                except ValueError:
+                    samples.append(Sample(**{name: float(cell) for name, cell in zip(columns, row, strict=True)}))
+                except (ValueError, TypeError):
                     continue  # a killed process may leave an incomplete line
     return about, samples
 
@@ -199,7 +206,7 @@ class Chart:
         for curve in curves:
             values = dict(zip(curve.steps, curve.values, strict=True))
             # None stands for a point that this curve does not have.
-            columns.append([_short(values.get(x)) for x in xs])
+            columns.append([shortened(values.get(x)) for x in xs])
         return {
             "title": self.title,
             "x": self.x,
@@ -208,7 +215,7 @@ class Chart:
             "names": [each.name for each in self.series],
             "runs": [each.run for each in self.series],
             "dashed": [each.is_dashed for each in self.series],
-            "data": [[_short(x) for x in xs], *columns],
+            "data": [[shortened(x) for x in xs], *columns],
         }
 
 
@@ -285,23 +292,56 @@ def sampled_charts(
         Chart("samples per second", "Throughput", x="seconds"),
         Chart("waiting for data", "Data wait", x="seconds", unit="%"),
         Chart("memory in use", "Memory", x="seconds", unit="B"),
+        Chart("GPU in use", "Device", x="seconds", unit="%"),
+        Chart("CPU in use", "Device", x="seconds", unit="%"),
     ]
-    fields = ["steps_per_sec", "samples_per_sec", "data", "memory"]
+    fields = ["steps_per_sec", "samples_per_sec", "data", "memory", "gpu", "cpu"]
     if not has_rate:
         charts.append(Chart("learning rate", "Learning rate"))
         fields.append("lr")
-    for rank, (_, samples) in lanes.items():
+    hosts: list[str] = []
+    for rank, (about, samples) in lanes.items():
         times = times_of(samples)
+        host = next((word for word in about.split() if word.startswith("host=")), "").removeprefix("host=")
+        hosts.append(host)
         for chart, column in zip(charts, fields, strict=True):
-            if column == "lr" and rank:
-                continue  # all ranks have the same learning rate
+            # All ranks have the same learning rate, and all ranks of a machine the same CPUs.
+            if (column == "lr" and rank) or (column == "cpu" and host in hosts[:-1]):
+                continue
             xs = [sample.step for sample in samples] if chart.x == "step" else times
             pairs = [(x, getattr(sample, column)) for x, sample in zip(xs, samples, strict=True)]
             curve = Curve(*map(list, zip(*(pair for pair in pairs if math.isfinite(pair[1])), strict=True)))
             if len(curve):
-                label = f"rank {rank}" if len(lanes) > 1 and column != "lr" else chart.title
+                label = f"rank {rank}" if len(lanes) > 1 and column not in ("lr", "cpu") else chart.title
+                label = f"{label} of {host}" if column == "cpu" and len(lanes) > 1 else label
                 chart.series.append(Series(f"{name} · {label}" if name else label, curve, run))
     return [chart for chart in charts if chart.series]
+
+
+_MOST_PLACES = 400
+
+
+def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[float]]:
+    """Return matching positions of a run in steps, epochs and seconds of training, each list in increasing order.
+
+    A page converts its x axis with them. Units that the run did not record are left out.
+    """
+    rows = [(each.step, time, each.epoch) for each, time in zip(samples, times_of(samples), strict=True)]
+    units = ["step", "seconds", "epoch"]
+    if not rows or not all(math.isfinite(value) for row in rows for value in row):
+        # Without samples, an epoch ends at its last logged step.
+        ends = {epoch: step for step, epoch in sorted(values.epochs.items())}
+        rows, units = [(step, epoch + 1) for epoch, step in ends.items()], ["step", "epoch"]
+    kept: list[tuple[float, ...]] = [(0.0,) * len(units)]
+    for row in rows:
+        # A resumed run repeats the steps after its checkpoint.
+        while len(kept) > 1 and row[0] <= kept[-1][0]:
+            kept.pop()
+        if row[0] > kept[-1][0]:
+            kept.append(row)
+    kept = kept[: -1 : 1 + len(kept) // _MOST_PLACES] + kept[-1:]
+    columns = {unit: list(column) for unit, column in zip(units, zip(*kept, strict=True), strict=True)}
+    return {unit: column for unit, column in columns.items() if column[-1] > 0}
 
 
 def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
@@ -341,7 +381,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
     return found
 
 
-def _short(value: float | None) -> float | int | None:
+def shortened(value: float | None) -> float | int | None:
     """Shorten a number to six digits, to keep the page small. NaN and infinity, which JSON lacks, become None."""
     if value is None or not math.isfinite(value):
         return None
@@ -380,7 +420,9 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
         for name, value in attributes.items()
         if value
     )
-    return Markup(f"<{tag}{given}>{joined(children)}</{tag}>")
+    # Elements without content have no end.
+    end = "" if tag in ("img", "input") else f"{joined(children)}</{tag}>"
+    return Markup(f"<{tag}{given}>{end}")
 
 
 def json_within_script(text: str) -> Markup:

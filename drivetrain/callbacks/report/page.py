@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,29 @@ from drivetrain.callbacks.report.charts import (
     joined,
     json_within_script,
     lane_charts,
+    places_of,
     read_lanes,
     sampled_charts,
+    shortened,
     stage_of,
 )
+from drivetrain.callbacks.report.media import Images, LoggedTable, image_parts, read_images, read_tables, table_parts
 from drivetrain.callbacks.report.record import (
     FAILED,
     PAGE,
     RUNNING,
+    SETTINGS,
     UNREADABLE,
     RunValues,
     duration,
     has_values,
     moment,
     number,
-    plain_text,
+    read_output,
     read_record,
     read_values,
     seconds_of,
+    settings_of,
     write_whole,
 )
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -58,6 +64,9 @@ _HERE = Path(__file__).parent
 _HINT = (
     "Drag across a chart to zoom all charts of the same axis, double-click to see everything; on a touch screen, pinch."
 )
+_AXES = (("step", "step"), ("epoch", "epoch"), ("seconds", "time"))
+_SOONEST, _LATEST = 5.0, 600.0
+"""Bounds of the seconds until the page of a running run loads itself again."""
 
 
 @dataclass
@@ -68,34 +77,46 @@ class PageParts:
         title: The heading and the window title.
         state: The state of the run.
         lines: The lines under the heading.
+        ended: The reason for the end of the run.
+        place: The line of the user's code in which the run failed.
+        traceback: The traceback of the exception that ended the run.
         figures: Names and values of key figures.
         spent: The parts of the run's time: label, percentage and color class.
         tables: Tables with `title`, `columns`, `rows` of a `name` and `cells`, and a `note`.
+        images: The images that the run has logged, by name and step.
+        logged: The tables that the run has logged.
         checkpoint: `facts` and `code` about the run's checkpoints.
-        ended: The reason for the end of the run.
-        traceback: The traceback of the exception that ended the run.
+        output: The last lines that the run has logged and printed.
         warnings: Time and text of each warning.
         facts: Facts about the run: headings with names and values.
+        due: The time of the next update of a running run, in seconds since 1970.
+        places: Matching steps, epochs and seconds of each run, see `places_of`.
     """
 
     title: str
     state: str = ""
     lines: Sequence[str] = ()
+    ended: str = ""
+    place: str = ""
+    traceback: str = ""
     figures: Rows = field(default_factory=list)
     spent: Sequence[tuple[str, str, str]] = ()
     tables: Sequence[Mapping[str, Any]] = ()
+    images: Images = field(default_factory=dict)
+    logged: Sequence[LoggedTable] = ()
     checkpoint: Mapping[str, Any] | None = None
-    ended: str = ""
-    traceback: str = ""
+    output: str = ""
     warnings: Rows = field(default_factory=list)
     facts: Sequence[tuple[str, Rows]] = ()
+    due: float = 0.0
+    places: Sequence[Mapping[str, Sequence[float]]] = ()
 
 
 def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
     before, after = _shell()
     title = joined([element("title", parts.title), Markup('<link rel="icon" href="data:,">\n</head>\n<body>')], "\n")
     main = element("main", "\n", joined(_main(parts, charts), "\n"), "\n")
-    text = joined([title, _header(parts), main, _footer(), _data(charts)], "\n")
+    text = joined([title, _header(parts), main, _footer(), _data(parts, charts)], "\n")
     return b"".join((before, text.encode("utf-8", "replace"), after))
 
 
@@ -118,9 +139,24 @@ def _header(parts: PageParts) -> Markup:
         element("p", joined((element("span", word) for word in line.split()), " "), class_="under")
         for line in parts.lines
     )
-    top = element("div", element("h1", parts.title), state, class_="top")
+    # The page's JavaScript shows what only works with it, and only where it applies.
+    live = element(
+        "button", "live", id="live", type="button", title="Load this page again after each update", hidden="hidden"
+    )
+    stale = element("p", id="stale", class_="stale", hidden="hidden")
+    running = (live, stale) if parts.state == RUNNING else ()
+    top = element("div", element("h1", parts.title), state, *running, class_="top")
     figures = [_figure_boxes(parts.figures)] if parts.figures else []
-    return element("header", "\n", joined([top, *lines, *figures], "\n"), "\n")
+    return element("header", "\n", joined([top, *lines, *_ending(parts), *figures], "\n"), "\n")
+
+
+def _ending(parts: PageParts) -> Iterator[Markup]:
+    if parts.ended:
+        content = [element("p", parts.ended)]
+        content += [element("p", parts.place, class_="mono")] if parts.place else []
+        if parts.traceback:
+            content.append(element("details", element("summary", "Traceback"), element("pre", parts.traceback)))
+        yield element("section", *content, class_=f"ended {parts.state}")
 
 
 def _main(parts: PageParts, charts: Sequence[Chart]) -> Iterator[Markup]:
@@ -129,19 +165,22 @@ def _main(parts: PageParts, charts: Sequence[Chart]) -> Iterator[Markup]:
     yield from _charts(charts)
     for table in parts.tables:
         yield from _table(table)
+    yield from image_parts(parts.images)
+    if parts.logged:
+        yield element("h2", "Tables")
+        for logged in table_parts(parts.logged):
+            yield from _table(logged, "h3")
     if parts.checkpoint:
         yield element("h2", "Checkpoint")
         yield _figure_boxes(parts.checkpoint["facts"], "mono")
         yield element("pre", parts.checkpoint["code"])
-    if parts.ended:
-        yield element("h2", "How it ended")
-        yield element("p", parts.ended)
-        if parts.traceback:
-            yield element("pre", parts.traceback)
     if parts.warnings:
         items = (element("li", element("span", when, class_="when"), text) for when, text in parts.warnings)
         yield element("h2", "Warnings")
         yield element("ol", joined(items, "\n"), class_="warnings")
+    if parts.output:
+        yield element("h2", "Output")
+        yield element("pre", parts.output, class_="output")
     if parts.facts:
         sections = (element("section", element("h3", heading), _pairs(rows)) for heading, rows in parts.facts)
         yield element("h2", "What was run")
@@ -176,12 +215,31 @@ def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
     for index, (heading, places) in enumerate(sections.items()):
         yield element("h2", heading)
         if index == 0:
+            yield _tools()
             yield element("p", _HINT, class_="hint")
         yield element("div", joined(places, "\n"), class_="charts lanes" if heading == "Ranks" else "charts")
 
 
-def _table(table: Mapping[str, Any]) -> Iterator[Markup]:
-    head = element("tr", *(element("th", name, scope="col") for name in table["columns"]))
+def _tools() -> Markup:
+    slider = element("input", type="range", id="smoothing", min="0", max="0.99", step="0.01", value="0")
+    axes = (element("option", label, value=unit) for unit, label in _AXES)
+    smoothing = element("label", "Smoothing ", slider, element("output"))
+    return element(
+        "div",
+        smoothing,
+        element("label", "x axis ", element("select", *axes, id="axis")),
+        class_="tools",
+        id="tools",
+        hidden="hidden",
+    )
+
+
+def _table(table: Mapping[str, Any], heading: str = "h2") -> Iterator[Markup]:
+    # A heading stands over its cells: left where they are text.
+    first = table["rows"][0]["cells"] if table["rows"] else []
+    styles = ["", *(set(str(cell.get("style", "")).split()) & {"text", "wide"} for cell in first)]
+    heads = zip_longest(table["columns"], ("text" if each else "" for each in styles[: len(table["columns"])]))
+    head = element("tr", *(element("th", name, scope="col", class_=style) for name, style in heads))
     rows = (
         element(
             "tr",
@@ -192,7 +250,7 @@ def _table(table: Mapping[str, Any]) -> Iterator[Markup]:
         for row in table["rows"]
     )
     content = element("table", element("thead", head), element("tbody", joined(rows, "\n")), class_="data")
-    yield element("h2", table["title"])
+    yield element(heading, table["title"])
     yield element("div", content, class_="scroll")
     if table["note"]:
         yield element("p", table["note"], class_="under")
@@ -203,9 +261,16 @@ def _footer() -> Markup:
     return element("footer", f"{written} Charts by uPlot, MIT License, © 2022 Leon Sorokin.")
 
 
-def _data(charts: Sequence[Chart]) -> Markup:
-    values = json.dumps([chart.as_data() for chart in charts], separators=(",", ":"))
-    return element("script", json_within_script(values), type="application/json", id="charts")
+def _data(parts: PageParts, charts: Sequence[Chart]) -> Markup:
+    places = [{unit: list(map(shortened, column)) for unit, column in each.items()} for each in parts.places]
+    refresh = min(max(_SOONEST, parts.due - time.time() + 1), _LATEST)
+    page = {"title": parts.title, "state": parts.state, "due": parts.due, "refresh": refresh, "places": places}
+    return joined([_json("page", page), _json("charts", [chart.as_data() for chart in charts])], "\n")
+
+
+def _json(name: str, value: Any) -> Markup:
+    text = json.dumps(value, separators=(",", ":"))
+    return element("script", json_within_script(text), type="application/json", id=name)
 
 
 _MOST_ROWS = 200
@@ -241,10 +306,8 @@ class RunPage:
 
     @property
     def configuration(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for part in ("hyper_parameters", "trainer", "model", "data"):
-            found.update({name: plain_text(value) for name, value in self.record.get(part, {}).items()})
-        return found
+        parts = settings_of(self.record, "hyper_parameters", "trainer", "optimizers", "model", "data")
+        return {name: value for part in parts.values() for name, value in part.items()}
 
     def charts(self) -> list[Chart]:
         logged = charts_of([self.values])
@@ -268,17 +331,23 @@ def page_of(run: RunPage) -> bytes:
     reason = str(record.get("reason", ""))
     state = str(record.get("state", ""))
     parts = PageParts(
-        title=name_of(run.folder),
+        title=title_of(run),
         state=state,
         lines=_lines(run),
         figures=_figures(run),
         spent=_spent(run.samples),
         tables=_tables(run),
+        images={**read_images(run.folder), **run.values.images},
+        logged=read_tables(run.folder),
         checkpoint=_checkpoint(record.get("best", {}), record.get("resume", "")),
-        ended=f"{state.capitalize()}: {reason}." if reason and state != RUNNING else "",
+        ended=f"{state.capitalize()}: {reason.rstrip('.')}." if reason and state != RUNNING else "",
+        place=str(record.get("failed_at", "")),
         traceback=str(record.get("traceback", "")),
+        output=read_output(run.folder),
         warnings=_warnings(record.get("warnings", ())),
         facts=_facts(record),
+        due=float(record.get("due") or 0.0),
+        places=[places_of(run.samples, run.values)],
     )
     return render(parts, run.charts())
 
@@ -289,11 +358,18 @@ def name_of(place: Path) -> str:
     return path.name if path.parent.name in ("", "drivetrain_logs") else f"{path.parent.name}/{path.name}"
 
 
+def title_of(run: RunPage) -> str:
+    """Return the name of a run, or the end of its folder's path if its record has none."""
+    return str(run.record.get("name") or name_of(run.folder))
+
+
 # Parts of a run's page
 
 
 def _lines(run: RunPage) -> list[str]:
     record, lines = run.record, []
+    if record.get("name"):
+        lines.append(f"In {os.path.relpath(run.folder, record.get('cwd'))}")
     if record.get("command"):
         lines.append(str(record["command"]))
     if record.get("started"):
@@ -323,6 +399,10 @@ def _figures(run: RunPage) -> Rows:
         # The mean over all samples, weighted by the time spent training.
         rate = shards * sum(rate * seconds for rate, seconds in busy) / weight
         found.append(("samples per second", number(float(f"{rate:.3g}"))))
+    gpu = [(each.gpu, each.seconds) for _, lane in run.lanes.values() for each in lane if each.gpu >= 0]
+    if gpu:
+        mean = sum(share * seconds for share, seconds in gpu) / sum(seconds for _, seconds in gpu)
+        found.append(("GPU in use", f"{100 * mean:.0f} %"))
     used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
     if used:
         found.append(("most memory seen", as_bytes(max(used))))
@@ -421,20 +501,10 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
     process = record.get("process", {})
     if process:
         run["host"] = process.get("host")
-    parts = [
-        ("Run", run),
-        ("Hyper-parameters", record.get("hyper_parameters", {})),
-        ("Trainer", record.get("trainer", {})),
-        ("Model", record.get("model", {})),
-        ("Data", record.get("data", {})),
-        ("Environment", record.get("environment", {})),
-    ]
+    found = [("Run", [(name, str(value)) for name, value in run.items() if value is not None])]
+    found = [each for each in found if each[1]]
+    found += [(SETTINGS[part], list(rows.items())) for part, rows in settings_of(record).items()]
     sessions = [*record.get("sessions", ()), record] if record.get("sessions") else []
-    found = [
-        (title, [(name, plain_text(value)) for name, value in rows.items() if value is not None])
-        for title, rows in parts
-        if rows
-    ]
     parts_of_run = []
     for number_of, each in enumerate(sessions, start=1):
         # An earlier part that is still marked as running was killed.
@@ -448,7 +518,9 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
 
 def comparison_of(runs: Sequence[RunPage]) -> bytes:
     """Return an HTML page that compares several runs."""
-    names = distinct_names([run.folder for run in runs])
+    names = [str(run.record.get("name", "")) for run in runs]
+    if not all(names) or len(set(names)) < len(names):
+        names = distinct_names([run.folder for run in runs])
     charts = charts_of([run.values for run in runs], names)
     has_rate = any(chart.kind == "Learning rate" for chart in charts)
     for index, run in enumerate(runs):
@@ -463,7 +535,8 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
     charts = in_order(charts)
     tables = [_runs(runs, names), _results(runs, names), _configuration(runs, names)]
     shown = [table for table in tables if table["rows"]]
-    return render(PageParts(f"{len(runs)} runs compared", tables=shown), charts)
+    places = [places_of(run.samples, run.values) for run in runs]
+    return render(PageParts(f"{len(runs)} runs compared", tables=shown, places=places), charts)
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
@@ -561,6 +634,11 @@ class KnownRun:
         return str(self.record.get("state", ""))
 
     @property
+    def title(self) -> str:
+        """The name of the run, or "" without a record of it."""
+        return str(self.record.get("name", ""))
+
+    @property
     def metric(self) -> str:
         """Text with the run's most telling metric: the best monitored value, or else the last loss.
 
@@ -599,6 +677,9 @@ def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
     known = {each.name: each.place for each in read_runs(directory)}
     if name in known and os.path.exists(known[name]):
         return Path(known[name])
+    titled = next((run.place for run in list_runs(directory) if run.title == name), None)
+    if titled is not None and os.path.exists(titled):
+        return Path(titled)
     if name in known:
         raise ConfigurationError(f"The run {name!r} is listed, but its directory {known[name]} no longer exists.")
     raise ConfigurationError(
@@ -608,8 +689,11 @@ def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
 
 
 def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
-    rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
-    rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]
+    rows: list[tuple[str, ...]] = [("began", "run", "name", "state", "metric", "command")]
+    rows += [
+        tuple(map(shown, (run.when, run.name, run.title or "-", run.state or "-", run.metric or "-", run.command)))
+        for run in runs
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join([*map(str.ljust, row[:5], widths), row[5]]) for row in rows]
     return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]

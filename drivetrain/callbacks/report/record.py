@@ -8,6 +8,7 @@ import math
 import operator
 import os
 import platform
+import re
 import stat
 import threading
 import time
@@ -38,7 +39,9 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 NAME = "run.json"
 PAGE = "report.html"
-VERSION = 1
+OUTPUT = "output.log"
+"""File of the lines that a run has logged and printed."""
+VERSION = 2
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 INTERRUPTED, PREEMPTED = "interrupted", "preempted"
@@ -103,6 +106,8 @@ def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
             value is not None and _is_a(value, kind) for value, kind in zip(each, kinds_of_warning, strict=True)
         ):
             yield "warnings"
+    if not all(isinstance(each, dict) for each in record.get("optimizers") or ()):
+        yield "optimizers"
     if not all(isinstance(word, str) for word in record.get("argv") or ()):
         yield "argv"
     spans = [record, *(record.get("sessions") or ())]
@@ -119,9 +124,9 @@ def _is_a(value: Any, kind: type) -> bool:
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("best", "metrics", "progress", "hyper_parameters", "trainer", "model", "data"), dict),
     **dict.fromkeys(("environment", "process", "commit"), dict),
-    **dict.fromkeys(("sessions", "warnings", "argv"), list),
+    **dict.fromkeys(("sessions", "warnings", "argv", "optimizers"), list),
     "data_shards": float,
-    **dict.fromkeys(("state", "reason", "command", "cwd", "traceback", "resume"), str),
+    **dict.fromkeys(("name", "state", "reason", "command", "cwd", "traceback", "failed_at", "resume"), str),
 }
 _TIMES = ("started", "updated", "due")
 _ENTRIES: dict[str, dict[str, type]] = {
@@ -133,6 +138,8 @@ _ENTRIES: dict[str, dict[str, type]] = {
 _LATEST = 1e12
 """An upper bound for times, in seconds since 1970."""
 _MOST_DIGITS = 300
+_MOST_OUTPUT = 64 * 2**10
+"""The number of bytes of `output.log` that a page shows, counted from the end."""
 _LARGEST = 64 * 2**20
 """The maximum size of a record in bytes. Real records have at most some hundred thousand."""
 
@@ -150,6 +157,17 @@ def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
         "state": FAILED,
         "reason": "its process ended without recording a reason, so it was probably killed",
     }
+
+
+def read_output(folder: Path) -> str:
+    """Return the last lines of a run's `output.log`, or "" if there is none."""
+    try:
+        with open(folder / OUTPUT, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
+            is_whole, text = file.tell() == 0, file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return text if is_whole else text.partition("\n")[2]
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
@@ -185,6 +203,7 @@ EVENTS = "*tfevents*"
 
 _STEPS = ("step", "global_step", "_step", "steps", "iteration")
 _NOT_VALUES = {*_STEPS, "epoch", "time", "wall_time", "_timestamp", "_runtime", "created_at"}
+_MOST_EVENT_IMAGES = 12
 _MOST_POINTS = 1500
 """The number of points above which a curve is reduced to the extremes of each stretch."""
 
@@ -238,10 +257,12 @@ class RunValues:
     Attributes:
         curves: A dict from metric name to curve, in the order of first appearance.
         epochs: A dict from step to epoch, for steps with a known epoch.
+        images: Image files by name and step, if the values come from TensorBoard's event files.
     """
 
     curves: dict[str, Curve] = field(default_factory=dict)
     epochs: dict[float, float] = field(default_factory=dict)
+    images: dict[str, dict[float, list[bytes]]] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
         """Add a logged value to a metric's curve. If the curve's last value has the same step, replace that value."""
@@ -335,14 +356,14 @@ def _number(cell: str) -> float | None:
 
 def read_events(place: str | os.PathLike[str]) -> RunValues:
     try:
-        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+        from tensorboard.backend.event_processing.event_accumulator import IMAGES, SCALARS, EventAccumulator
     except ImportError as error:
         raise ConfigurationError(
             f"{os.fspath(place)!r} holds TensorBoard event files, but TensorBoard is not installed. Install it with "
             '`pip install "drivetrain[tensorboard]"`.',
         ) from error
     # The size 0 keeps all values. By default, TensorBoard keeps a sample.
-    events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
+    events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0, IMAGES: _MOST_EVENT_IMAGES})
     events.Reload()
     found = RunValues()
     for name in events.Tags()["scalars"]:
@@ -351,6 +372,11 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
                 found.epochs.setdefault(float(event.step), event.value)
             elif name not in _NOT_VALUES:
                 found.add(name, float(event.step), event.value)
+    for tag in events.Tags()["images"]:
+        # Several images of one name have the tags `name/0`, `name/1` and so on.
+        name = re.sub(r"/\d+$", "", tag)
+        for image in events.Images(tag):
+            found.images.setdefault(name, {}).setdefault(float(image.step), []).append(image.encoded_image_string)
     return found.put_in_order()
 
 
@@ -391,7 +417,69 @@ def plain_text(value: Any) -> str:
         return number(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(plain_text, value)) or "none"
-    return str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain_text(each)}" for name, each in value.items()) or "none"
+    return "-" if value is None else str(value)
+
+
+SETTINGS = {
+    "hyper_parameters": "Hyper-parameters",
+    "trainer": "Trainer",
+    "optimizers": "Optimizer",
+    "model": "Model",
+    "data": "Data",
+    "environment": "Environment",
+}
+"""Parts of a run's record that describe its settings, with their headings."""
+
+
+def settings_of(record: Mapping[str, Any], *parts: str) -> dict[str, dict[str, str]]:
+    """Return the settings of a run as text: a dict from part, such as `"trainer"`, to names and values.
+
+    Without `parts`, all parts that the record has are returned.
+    """
+    found = {}
+    for part in parts or SETTINGS:
+        held = record.get(part) or {}
+        if part == "optimizers":
+            rows = _optimizer_rows(held)
+        elif part == "model":
+            rows = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in held.items()}
+        elif part == "data":
+            several = (record.get("trainer") or {}).get("processes", 1) != 1
+            rows = {name: _data_text(value, several) for name, value in held.items()}
+        else:
+            rows = {name: plain_text(value) for name, value in held.items()}
+        if rows:
+            found[part] = {
+                name.replace("_", " ") if part in ("model", "optimizers") else name: rows[name] for name in rows
+            }
+    return found
+
+
+def _optimizer_rows(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    rows = {}
+    for index, optimizer in enumerate(optimizers, start=1):
+        which = f" {index}" if len(optimizers) > 1 else ""
+        for name, value in optimizer.items():
+            rows[f"optimizer{which}" if name == "class" else f"optimizer{which} {name}"] = plain_text(value)
+    return rows
+
+
+def _data_text(value: Any, several: bool) -> str:
+    """Describe a run's data, such as `60,000 samples in batches of 64, 938 batches`."""
+    if not isinstance(value, Mapping):
+        return plain_text(value)  # records of older versions hold the text
+    samples, sizes = (each if isinstance(each, list) else [each] for each in map(value.get, ("samples", "batch_size")))
+    parts = []
+    for count, size in zip_longest(samples, sizes):
+        words = [f"{count:,} samples"] if isinstance(count, int) else []
+        words += [f"batches of {size}"] if isinstance(size, int) else []
+        if words:
+            parts.append(" in ".join(words))
+    if value.get("batches") is not None:
+        parts.append(f"{number(value['batches'])} batches{' a process' if several else ''}")
+    return ", ".join(parts)
 
 
 # Summary and resumption
@@ -453,7 +541,8 @@ def resumption_of(place: Path) -> Resumption:
 def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
     if not record:
         return [shown(str(place)), f"There is no {NAME}: the run was recorded by its trackers only."]
-    rows: dict[str, str] = {"state": str(record.get("state", "-"))}
+    rows: dict[str, str] = {"name": str(record["name"])} if record.get("name") else {}
+    rows |= {"state": str(record.get("state", "-"))}
     if record.get("reason"):
         rows["state"] += f": {record['reason']}"
     rows["began"] = moment(record.get("started", 0))
@@ -462,8 +551,8 @@ def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
     rows["progress"] = f"{number(progress.get('step'))} steps, {number(progress.get('epoch'))} epochs"
     rows["command"] = str(record.get("command", ""))
     rows["in"] = str(record.get("cwd", ""))
-    for part in ("hyper_parameters", "trainer", "model", "data", "environment"):
-        rows |= {name: plain_text(value) for name, value in record.get(part, {}).items()}
+    for each in settings_of(record).values():
+        rows |= each
     rows |= {name: number(value) for name, value in record.get("metrics", {}).items()}
     best = record.get("best", {})
     if best.get("monitor"):

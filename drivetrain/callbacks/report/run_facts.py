@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -16,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.callbacks.model_summary import count_parameters
-from drivetrain.callbacks.report.record import number
 from drivetrain.checkpoint.storage import boot_id, started_at, started_since_boot
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.exports import package_version
 from drivetrain.runtime.seeds import recorded_seed
-from drivetrain.trackers.base import flatten, plain
+from drivetrain.trackers.base import first_line, flatten, plain
+from drivetrain.trackers.directory import RunDirectory
 from drivetrain.trackers.index import command, words_of_command
 from drivetrain.trackers.secrets import HIDDEN
 
@@ -43,6 +46,8 @@ _PACKAGES = (
     "sklearn",
 )
 _NOT_SHOWN = {"default_root_dir"}
+_NOT_SETTINGS = {"params", "param_names", "initial_lr"}
+_JSON = (bool, int, float, str, list, dict)
 
 
 def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
@@ -61,6 +66,7 @@ def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
         "process": _process(),
         "hyper_parameters": flatten(secrets.hide(plain(given))),
         "trainer": secrets.hide(plain(_settings(trainer))),
+        "optimizers": secrets.hide([_optimizer(each) for each in trainer.optimizers]),
         "model": _model(trainer, task),
         "data": _data(trainer),
         "environment": _environment(trainer),
@@ -91,44 +97,50 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         for each in fields(options)
         if getattr(options, each.name) != each.default and each.name not in _NOT_SHOWN
     }
+    seed = recorded_seed()
     return {
         "strategy": trainer.strategy.name,
         "precision": trainer.precision,
         "processes": trainer.world_size,
-        **{name: str(value) for name, value in changed.items()},
+        # Durations have a short text, such as "10 min".
+        **{name: value if isinstance(value, _JSON) else str(value) for name, value in changed.items()},
+        **({} if seed is None else {"seed": seed}),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "callbacks": [type(each).__name__ for each in trainer.callbacks],
         "trackers": [type(each).__name__ for each in trainer.loggers],
-        "optimizers": [type(each).__name__ for each in trainer.optimizers],
-        **_randomness(),
-        **_of_groups(trainer),
     }
 
 
-def _randomness() -> dict[str, str]:
-    seed = recorded_seed()
-    found = {} if seed is None else {"seed": str(seed)}
-    return found | ({"deterministic": "True"} if torch.are_deterministic_algorithms_enabled() else {})
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's class and settings. A setting that differs between groups is a list, one value per group.
+
+    `lr` is the initial learning rate. Settings that are None or off are left out.
+    """
+    groups = [{**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in _groups(optimizer)]
+    found: dict[str, Any] = {"class": type(optimizer).__name__}
+    for name in dict.fromkeys(name for group in groups for name in group if name not in _NOT_SETTINGS):
+        values = [plain(group.get(name)) for group in groups]
+        value = values[0] if all(each == values[0] for each in values) else values
+        if value is not None and value is not False:
+            found[name] = value
+    return found
 
 
-def _of_groups(trainer: Trainer) -> dict[str, str]:
-    """Return the initial learning rates and weight decays of all optimizers, as text for the report."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    values = {
-        "optimizer lr": [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group],
-        "optimizer weight decay": [group["weight_decay"] for group in groups if "weight_decay" in group],
-    }
-    return {
-        name: ", ".join(dict.fromkeys(f"{float(each):g}" for each in found)) for name, found in values.items() if found
-    }
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    return groups
 
 
-def _model(trainer: Trainer, task: Task) -> dict[str, str]:
+def _model(trainer: Trainer, task: Task) -> dict[str, Any]:
     counted = count_parameters(task, trainer.strategy.state)
-    parameters = {"parameters": f"{counted.elements:,}", "trained parameters": f"{counted.trained:,}"}
-    return {"task": type(task).__name__, **parameters}
+    return {"task": type(task).__name__, "parameters": counted.elements, "trained_parameters": counted.trained}
 
 
-def _data(trainer: Trainer) -> dict[str, str]:
+def _data(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return the sizes of the training and validation data. Several loaders have a list of sizes.
+
+    `batches` counts the batches of one process.
+    """
     found = {}
     validation = trainer.num_val_batches
     for name, loaders, batches in (
@@ -137,41 +149,101 @@ def _data(trainer: Trainer) -> dict[str, str]:
     ):
         several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
         several = several if isinstance(several, list | tuple) else [several]
-        parts = [text for each in several if each is not None and (text := _loader(each))]
+        given = [each for each in several if each is not None]
+        sizes: dict[str, list[Any]] = {
+            "samples": [_samples(each) for each in given],
+            "batch_size": [
+                size if isinstance(size := getattr(each, "batch_size", None), int) else None for each in given
+            ],
+        }
+        part = {key: each[0] if len(each) == 1 else each for key, each in sizes.items() if any(each)}
         if math.isfinite(batches):
-            parts.append(f"{number(batches)} batches{' a process' if trainer.world_size > 1 else ''}")
-        if parts:
-            found[name] = ", ".join(parts)
+            part["batches"] = int(batches)
+        if part:
+            found[name] = part
     return found
 
 
-def _loader(loader: Any) -> str:
+def _samples(loader: Any) -> int | None:
     try:
-        count = f"{len(loader.dataset):,} samples"
+        return len(loader.dataset)
     except (AttributeError, TypeError, NotImplementedError):
-        count = ""
-    size = getattr(loader, "batch_size", None)
-    return count + (f"{' in ' if count else ''}batches of {size}" if isinstance(size, int) else "")
+        return None
 
 
-def _environment(trainer: Trainer) -> dict[str, str]:
+def _environment(trainer: Trainer) -> dict[str, Any]:
     device = trainer.strategy.topology.device
     return {"device": get_device_kind(device.type).describe(device), **_versions()}
 
 
 @cache
-def _versions() -> dict[str, str]:
-    found = {
+def _versions() -> dict[str, Any]:
+    found: dict[str, Any] = {
         "drivetrain": package_version(),
         "torch": torch.__version__,
         "Python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count(),
     }
     for name in _PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
             found[name] = version
     return found
+
+
+# Name
+
+
+_ADJECTIVES = (
+    "amber brave bright calm clear cool crisp deep early eager fair fast fine fresh gentle golden green happy "
+    "honest keen kind lively lucky mellow neat noble plain proud quick quiet rapid ready silver smart solid spry "
+    "still sunny swift warm"
+)
+_NOUNS = (
+    "badger beaver bison brook cedar cliff comet crane delta falcon fern finch fjord forest fox glacier harbor "
+    "hawk heron island lake lark lynx maple meadow otter owl pine raven reef ridge river robin sparrow summit "
+    "tiger valley willow wren"
+)
+_DEFAULT_NAMES = ("", "drivetrain_logs", "lightning_logs")
+
+
+def generated_name(directory: RunDirectory) -> str:
+    """Return a name for a run: the logger's name, two words, and the version number, such as `digits-brave-otter-3`.
+
+    A version that the user has named replaces words and number.
+    """
+    experiment, version = directory.name, directory.version
+    words = str(version)
+    if isinstance(version, int) or words.startswith("version_"):
+        # Not from the `random` module, whose state belongs to the user.
+        digest = hashlib.sha256(f"{directory.path.absolute()} {time.time_ns()}".encode()).digest()
+        lists = (_ADJECTIVES.split(), _NOUNS.split())
+        chosen = [each[digest[index] % len(each)] for index, each in enumerate(lists)]
+        words = "-".join([*chosen, words.removeprefix("version_")])
+    return words if experiment in _DEFAULT_NAMES else f"{experiment}-{words}"
+
+
+# Errors
+
+
+_LIBRARIES = (os.path.dirname(os.__file__), str(Path(__file__).parents[2]))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error, or the original error if it was raised in a worker process of a loader."""
+    first, text = first_line(error), str(error).strip()
+    if "\nOriginal Traceback" not in text:
+        return first
+    # The first line is such as "ValueError: Caught ValueError in DataLoader worker process 0."
+    return f"{text.splitlines()[-1]} (in {first.partition(' in ')[2].rstrip('.')})"
+
+
+def place_of(error: BaseException) -> str:
+    """Return file, line and function of the user's code in which an error was raised, or "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith(_LIBRARIES) and "-packages" not in each.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 # Commit

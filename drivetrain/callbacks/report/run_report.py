@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,20 @@ from drivetrain.callbacks.report.record import (
     FAILED,
     FINISHED,
     INTERRUPTED,
+    OUTPUT,
     PREEMPTED,
     RUNNING,
     read_record,
     write_record,
 )
-from drivetrain.callbacks.report.run_facts import facts_of, is_changed
+from drivetrain.callbacks.report.run_facts import facts_of, generated_name, is_changed, place_of, reason_of
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.host import cpu_times
 from drivetrain.runtime.logging import Collector, get_logger
 from drivetrain.runtime.memory import MemoryUse
 from drivetrain.runtime.terminal import without_credentials
-from drivetrain.trackers.base import first_line
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trackers.registry import find_tracker
 
@@ -59,7 +61,13 @@ class ReportWriter:
     """Writer of a run's report files: `run.json` with facts about the run, and the page `report.html`."""
 
     def __init__(
-        self, trainer: Trainer, task: Task, folder: str, seconds: float, warnings: Sequence[Sequence[Any]]
+        self,
+        trainer: Trainer,
+        task: Task,
+        folder: str,
+        seconds: float,
+        warnings: Sequence[Sequence[Any]],
+        name: str = "",
     ) -> None:
         self._trainer, self._task, self._folder = trainer, task, folder
         self._seconds, self._warnings = seconds, warnings
@@ -67,11 +75,12 @@ class ReportWriter:
         self._begun = time.monotonic()
         self._due = self._begun + _FIRST_SECONDS
         self._spent = 0.0
-        self._error = self._traceback = ""
+        self._error = self._traceback = self._place = ""
         self._facts: dict[str, Any] | None = None
         self._has_page = False
         before = read_record(folder)
         self._sessions, self._before = _sessions_before(before), before.get("warnings", [])
+        self._name = name or os.path.basename(folder)
 
     @property
     def due_in(self) -> float:
@@ -108,7 +117,7 @@ class ReportWriter:
         return time.monotonic() - began
 
     def record_error(self, error: BaseException) -> None:
-        self._error = first_line(error)
+        self._error, self._place = reason_of(error), place_of(error)
         lines = "".join(traceback.format_exception(error)).splitlines()
         self._traceback = "\n".join(lines[-_MOST_LINES:])
 
@@ -118,7 +127,9 @@ class ReportWriter:
         has_failed = state == FAILED and bool(self._error)
         record = self._record(state, self._error if has_failed else self._trainer.control.details)
         if has_failed:
-            record["traceback"] = self._trainer.tracker_group.secrets.in_text(self._traceback)
+            secrets = self._trainer.tracker_group.secrets
+            record["traceback"] = secrets.in_text(self._traceback)
+            record["failed_at"] = secrets.in_text(self._place)
         write_record(self._folder, record)
         write_page(self._folder, record)
 
@@ -128,6 +139,7 @@ class ReportWriter:
         trainer, now = self._trainer, time.time()
         secrets = trainer.tracker_group.secrets
         record = {
+            "name": secrets.in_text(self._name),
             **self._facts,
             "state": state,
             "reason": secrets.in_text(reason),
@@ -189,6 +201,7 @@ class RunSampler:
         self._begun = self._since = time.monotonic()
         self._rows: int | None = None  # rows of a training batch
         self._at = self._counters()
+        self._cpu = cpu_times()
         self._spent = trainer.timing.seconds
 
     @property
@@ -228,7 +241,20 @@ class RunSampler:
             **shares,
             memory=float(MemoryUse.read(self._kind, self._device).current),
             lr=self._rate(),
+            epoch=self._epoch(),
+            cpu=self._cpu_share(),
+            gpu=math.nan if (used := self._kind.utilization(self._device)) is None else used,
         )
+
+    def _epoch(self) -> float:
+        progress, batches = self._trainer.progress, self._trainer.num_training_batches
+        done = progress.batches_in_epoch / batches if batches and math.isfinite(batches) else 0.0
+        return progress.epoch + min(done, 1.0)
+
+    def _cpu_share(self) -> float:
+        before, self._cpu = self._cpu, cpu_times()
+        busy, whole = (now - then for now, then in zip(self._cpu, before, strict=True))
+        return busy / whole if whole > 0 else math.nan
 
     def _counters(self) -> tuple[int, int]:
         progress = self._trainer.progress
@@ -271,22 +297,28 @@ class Clock:
 
 _MOST = 200
 _LONGEST = 2000
+_LONGEST_LINE = 20_000
+_MOST_WAITING = 10_000
+"""The number of lines that wait for the run's folder, above which the oldest are dropped."""
 
 
-class WarningLog(Collector):
-    """Log handler that collects warnings for the run report, in addition to their usual output.
+class RunLog(Collector):
+    """Log handler that collects warnings and lines for the run report, in addition to their usual output.
+
+    Lines are what the run logs, and what is printed with `Trainer.print` or `Task.print`.
 
     Attributes:
         found: A list of time, step, text and count of each warning.
     """
 
     def __init__(self, step: Callable[[], int], clean: Callable[[str], str]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._step, self._clean = step, clean
         self._logger = logging.getLogger("drivetrain")
         self._before: Callable[..., Any] | None = None
         self.found: list[list[Any]] = []
         self._known: dict[str, list[Any]] = {}
+        self._lines: deque[str] = deque(maxlen=_MOST_WAITING)
 
     def open(self) -> None:
         self._logger.addHandler(self)
@@ -301,10 +333,25 @@ class WarningLog(Collector):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
+        has_others = self._has_other_handlers(record)
+        if record.levelno < logging.WARNING:
+            if has_others:  # nobody sees it otherwise
+                self.add_line(record.getMessage())
+            return
         self._add(record.getMessage())
         # Python shows warnings that have no handler. This handler must not suppress that.
-        if not self._has_other_handlers(record) and logging.lastResort is not None:
+        if not has_others and logging.lastResort is not None:
             logging.lastResort.handle(record)
+
+    def add_line(self, text: str) -> None:
+        self._lines.append(f"{time.strftime('%H:%M:%S')}  {self._clean(text[:_LONGEST_LINE])}")
+
+    def write_lines(self, folder: str) -> None:
+        """Append the lines collected so far to the file `output.log` in the run's folder."""
+        if self._lines:
+            with open(os.path.join(folder, OUTPUT), "a", encoding="utf-8", errors="replace") as file:
+                while self._lines:
+                    file.write(self._lines.popleft() + "\n")
 
     def _has_other_handlers(self, record: logging.LogRecord) -> bool:
         logger: logging.Logger | None = logging.getLogger(record.name)
@@ -320,6 +367,7 @@ class WarningLog(Collector):
             self._before(message, category, *rest, **options)
 
     def _add(self, text: str) -> None:
+        self.add_line(text)
         known = self._known.get(text)
         if known is not None:
             # A repeated warning is counted instead of listed again.
@@ -359,6 +407,8 @@ class RunReport(Callback):
 
     Args:
         seconds: The minimum time between two pages.
+        name: The name of the run, on its page and in `drivetrain runs`. If None, it is made from the name of the logger
+            and two random words, such as `digits-brave-otter-3` for `version_3`.
 
     Raises:
         ConfigurationError: If `seconds` is not above 0.
@@ -367,20 +417,20 @@ class RunReport(Callback):
         ```python
         from drivetrain import RunReport, Trainer
 
-        trainer = Trainer(callbacks=[RunReport(seconds=60)])
+        trainer = Trainer(callbacks=[RunReport(seconds=60, name="wide layers")])
         ```
     """
 
     saves_within_steps = False
 
-    def __init__(self, seconds: float = 10.0) -> None:
+    def __init__(self, seconds: float = 10.0, name: str | None = None) -> None:
         if not seconds > 0:
             raise ConfigurationError(f"RunReport(seconds={seconds}): seconds must be positive, such as 10.")
-        self.seconds = seconds
+        self.seconds, self.name = seconds, name
         self._clock: Clock | None = None
         self._sampler: RunSampler | None = None
         self._lane: Lane | None = None
-        self._warnings: WarningLog | None = None
+        self._log: RunLog | None = None
         self._writer: ReportWriter | None = None
         self._folder: str | None = None
 
@@ -393,8 +443,8 @@ class RunReport(Callback):
         self._stop()
         if trainer.is_global_zero:
             group = trainer.tracker_group
-            self._warnings = WarningLog(lambda: trainer.global_step, lambda text: group.secrets.in_text(text))
-            self._warnings.open()
+            self._log = RunLog(lambda: trainer.global_step, lambda text: group.secrets.in_text(text))
+            self._log.open()
 
     def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
         self._list_run(trainer, task)
@@ -431,8 +481,10 @@ class RunReport(Callback):
         tracker = _tracker_of(trainer)
         if self._writer is None and trainer.is_global_zero and tracker is not None:
             self._folder = os.path.abspath(tracker.run_directory.path)
-            found = [] if self._warnings is None else self._warnings.found
-            self._writer = ReportWriter(trainer, task, self._folder, self.seconds, found)
+            found = [] if self._log is None else self._log.found
+            before = read_record(self._folder).get("name")
+            name = self.name or before or generated_name(tracker.run_directory)
+            self._writer = ReportWriter(trainer, task, self._folder, self.seconds, found, name)
         return self._writer
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
@@ -463,6 +515,7 @@ class RunReport(Callback):
                     Path(folder).mkdir(parents=True, exist_ok=True)
                 if lane.is_open or os.path.isdir(folder):  # other machines may not share the disk of the main process
                     lane.write(sample)
+            self._write_lines()
             if writer is not None and writer.due_in <= 0:
                 writer.write()
         except Exception as error:
@@ -483,10 +536,15 @@ class RunReport(Callback):
             if os.path.isdir(self._folder):
                 if sampler is not None and self._lane is not None and seconds > 0.2:
                     self._lane.write(sampler.take())
+                self._write_lines()
                 if writer is not None:
                     writer.finish()
         except Exception as error:
             logger.warning(f"The report in {self._folder} could not be completed: {type(error).__name__}: {error}.")
+
+    def _write_lines(self) -> None:
+        if self._log is not None and self._folder is not None and os.path.isdir(self._folder):
+            self._log.write_lines(self._folder)
 
     def _write_again(self, trainer: Trainer) -> None:
         from drivetrain.callbacks.report.page import write_page
@@ -505,9 +563,9 @@ class RunReport(Callback):
             self._clock.stop()
         if self._lane is not None:
             self._lane.close()
-        if self._warnings is not None:
-            self._warnings.close()
-        self._clock = self._sampler = self._lane = self._warnings = self._writer = None
+        if self._log is not None:
+            self._log.close()
+        self._clock = self._sampler = self._lane = self._log = self._writer = None
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
