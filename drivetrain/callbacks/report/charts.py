@@ -326,7 +326,9 @@ def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[fl
 
     A page converts its x axis with them. Units that the run did not record are left out.
     """
-    rows = [(each.step, time, each.epoch) for each, time in zip(samples, times_of(samples), strict=True)]
+    rows: list[tuple[float, ...]] = [
+        (each.step, time, each.epoch) for each, time in zip(samples, times_of(samples), strict=True)
+    ]
     units = ["step", "seconds", "epoch"]
     if not rows or not all(math.isfinite(value) for row in rows for value in row):
         # Without samples, an epoch ends at its last logged step.

@@ -67,11 +67,10 @@ def read_tables(folder: Path) -> list[LoggedTable]:
     """Read the newest table of each name from the folder `tables` of a run, which `CSVLogger` writes."""
     newest: dict[str, tuple[int, Path]] = {}
     for path in sorted(folder.joinpath(TABLES).glob("*.csv")):
-        name, dash, step = path.stem.rpartition("-")
-        is_numbered = bool(dash) and step.isdecimal()
-        name, step = (name, step) if is_numbered else (path.stem, "-1")
-        if name not in newest or newest[name][0] < int(step):
-            newest[name] = (int(step), path)
+        match = re.fullmatch(r"(.+)-(\d+)", path.stem)
+        name, number_of = (match[1], int(match[2])) if match else (path.stem, -1)
+        if name not in newest or newest[name][0] < number_of:
+            newest[name] = (number_of, path)
     found = []
     for name, (step, path) in newest.items():
         with path.open(newline="", encoding="utf-8", errors="replace") as file:

@@ -440,7 +440,7 @@ def settings_of(record: Mapping[str, Any], *parts: str) -> dict[str, dict[str, s
     """
     found = {}
     for part in parts or SETTINGS:
-        held = record.get(part) or {}
+        held: Any = record.get(part) or {}
         if part == "optimizers":
             rows = _optimizer_rows(held)
         elif part == "model":
