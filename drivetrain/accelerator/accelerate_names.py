@@ -285,18 +285,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the `Strategy` for the plugins that were passed to `Accelerator`. None without plugins.
-
-    Args:
-        fsdp: The FSDP plugin, or its configuration.
-        deepspeed: The DeepSpeed plugin, or its configuration.
-        parallelism: The sizes of the device mesh.
-        megatron: The Megatron-LM plugin, or its configuration.
-        grid_options: Further arguments of `Parallel`, used with `parallelism`.
-
-    Raises:
-        ConfigurationError: The plugins contradict each other.
-    """
+    """Return the `Strategy` for the plugins that were passed to `Accelerator`. None without plugins."""
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
@@ -363,11 +352,7 @@ class FP8Handler:
     """Base class of FP8 recipes, one of which can be passed in `Accelerator(kwargs_handlers=[...])`."""
 
     def precision(self) -> FP8:
-        """Return the `FP8` precision that has the options of this recipe.
-
-        Raises:
-            ConfigurationError: An option is not supported.
-        """
+        """Return the `FP8` precision that has the options of this recipe."""
         raise NotImplementedError
 
 
@@ -681,11 +666,7 @@ HANDLER_TYPES = (
 
 
 def checked_handlers(given: Sequence[Any]) -> list[Any]:
-    """Return the objects in `kwargs_handlers` as a list, after checking that no type is unknown or repeated.
-
-    Raises:
-        ConfigurationError: A type is unknown or occurs twice, or there are several FP8 recipes.
-    """
+    """Return the objects in `kwargs_handlers` as a list, after checking that no type is unknown or repeated."""
     handlers = list(given)
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):

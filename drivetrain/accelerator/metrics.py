@@ -25,12 +25,7 @@ def gather_real_rows(
 ) -> Any:
     """Gather per-sample values from all processes, and drop those of samples that were repeated to fill a batch.
 
-    Args:
-        data: Tensors or Python objects, possibly nested, computed from the current batch.
-        loader: The loader of the current batch. None uses all loaders being iterated.
-        active: The loaders being iterated.
-        topology: The arrangement of processes.
-        as_objects: True to gather Python objects, one per sample.
+    Without a `loader`, all loaders that are being iterated count.
     """
     # A loader that skips batches is a view of the loader that knows the current batch.
     given = loader.whole if isinstance(loader, SkippingLoader) else loader

@@ -69,20 +69,12 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings of the Accelerator that was created last, for the properties of every `AcceleratorState`.
+    """Settings of the Accelerator that was created last, for the properties of every `AcceleratorState`."""
 
-    Attributes:
-        mixed_precision: The name of the precision. Full precision is `"no"`.
-        distributed_type: The kind of distributed setup. None derives it from the processes.
-        plugins: The plugins that were passed, by argument name.
-        is_fsdp2: True if parameters are sharded by torch's `fully_shard`.
-        configured: The strategy, if it may have several configurations.
-    """
-
-    mixed_precision: str = "no"
-    distributed_type: DistributedType | None = None
+    mixed_precision: str = "no"  # "no" is full precision
+    distributed_type: DistributedType | None = None  # None derives it from the processes
     plugins: dict[str, Any] = field(default_factory=dict)
-    is_fsdp2: bool = False
+    is_fsdp2: bool = False  # parameters are sharded by torch's `fully_shard`
     configured: Configured | None = None
 
 
@@ -322,14 +314,7 @@ def make_precision(
 ) -> Precision:
     """Return the `Precision` that the script selects, else the launcher's, else the one that the strategy sets.
 
-    Args:
-        spec: The `mixed_precision` argument of the script, or None.
-        handlers: The option objects from `kwargs_handlers`.
-        launched: The launcher's settings.
-        strategy: The strategy, whose configuration may set a precision.
-
-    Raises:
-        ConfigurationError: `spec` is a `Precision`, but `handlers` has options for a precision too.
+    `strategy` may set one in its configuration. Options in `handlers` contradict a `Precision` object.
     """
     if observer.current is not None and (observed := observer.current.precision()) is not None:
         return resolve_precision(observed)
@@ -379,16 +364,6 @@ def set_up_strategy(
     """Create the strategy selected by name, by a plugin or by the launcher, and set it up for this process.
 
     A name or an object wins over the launcher, and a plugin must not contradict a name.
-
-    Args:
-        spec: The `strategy` argument of the script. `"auto"` leaves the choice to plugins and the launcher.
-        plugins: The plugins that were passed.
-        launched: The launcher's settings.
-        process: The process state.
-        handlers: The option objects from `kwargs_handlers`.
-
-    Raises:
-        ConfigurationError: The options contradict each other, or the strategy cannot run on this kind of device.
     """
     observed: Strategy | None = None if observer.current is None else observer.current.strategy()
     if observed is not None:
@@ -503,16 +478,7 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """Return the options of gradient accumulation from the script's arguments or else from the launcher.
-
-    Args:
-        steps: The number of micro-batches per optimizer step, or None.
-        plugin: The settings that the script passed, or None.
-        launched: The launcher's settings.
-
-    Raises:
-        ConfigurationError: `steps` contradicts `plugin`.
-    """
+    """Return the options of gradient accumulation from the script's arguments or else from the launcher."""
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, whose num_steps is "

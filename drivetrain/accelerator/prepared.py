@@ -25,21 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """The objects that a run has prepared: models, optimizers, schedulers and data loaders, in order.
+    """The objects that a run has prepared: models, optimizers, schedulers and data loaders, in order."""
 
-    Attributes:
-        models: The modules to call, as the strategy returned them.
-        optimizers: The optimizers of the models' parameters.
-        schedulers: The learning-rate schedulers.
-        loaders: The sharded loaders.
-        registered: Further objects whose state is saved with the run.
-    """
-
-    models: list[nn.Module] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)  # as the strategy returned them
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
-    registered: list[Any] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)  # further objects whose state is saved
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """Return the original optimizers with parameters of `model`, or all of them if there is only one model."""

@@ -120,10 +120,7 @@ class SavedEngine:
     ) -> None:
         """Raise a `CheckpointError` if saved objects differ in number or class from the prepared ones.
 
-        Args:
-            models: The models to compare. None compares all prepared models.
-            advice: The end of the error message.
-            leaves_rest: True to ignore additional saved objects with a warning.
+        `advice` ends the message. With `leaves_rest`, additional saved objects only cause a warning.
         """
         run = self._run
         here: dict[str, Sequence[Any]] = {
@@ -434,9 +431,7 @@ class RunState:
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
         """Return the checkpoint part `engine`: states of all prepared objects. All processes must call this.
 
-        Args:
-            weights_only: True to return only the models' weights and classes.
-            moment: The point in time that the checkpoint describes. None uses `self.moment()`.
+        `moment` is the point in time to describe; `self.moment()` by default.
         """
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]

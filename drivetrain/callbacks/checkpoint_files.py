@@ -498,23 +498,14 @@ class CheckpointAccount:
 
 @dataclass
 class Decision:
-    """Paths and score of one checkpoint to save, chosen on the main process and sent to all processes.
-
-    Attributes:
-        score: The value of the monitored metric, or None.
-        tie: The value of the metric that decides between equal scores, or None.
-        path: The path to save under, or None if only `last` is written.
-        among_best: True if the checkpoint is among the best k.
-        last: The path of `last` if it is to be updated, else None.
-        gone: The previous path of `last` if its name has changed, else an empty string.
-    """
+    """Paths and score of one checkpoint to save, chosen on the main process and sent to all processes."""
 
     score: float | None = None
-    tie: float | None = None
-    path: str | None = None
+    tie: float | None = None  # decides between equal scores
+    path: str | None = None  # None if only `last` is written
     among_best: bool = False
-    last: str | None = None
-    gone: str = ""
+    last: str | None = None  # None if it is not updated
+    gone: str = ""  # previous path of `last` if its name has changed
 
     @property
     def target(self) -> str | None:

@@ -33,21 +33,13 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Predictions and targets of one batch, as sent from the process that computed them to the main process.
-
-    Attributes:
-        loader: The index of the loader.
-        step: The index of the batch in its loader, on this process.
-        shard: The index of the data shard of this process. Several processes may share a shard.
-        values: Predictions and targets without padded rows. Targets may be None.
-        others: A dict of the other per-sample outputs of the step, without padded rows.
-    """
+    """Predictions and targets of one batch, as sent from the process that computed them to the main process."""
 
     loader: int
     step: int
-    shard: int
-    values: tuple[Any, Any]
-    others: Mapping[str, Any] = field(default_factory=dict)
+    shard: int  # index of this process's data shard, which several processes may share
+    values: tuple[Any, Any]  # without padded rows
+    others: Mapping[str, Any] = field(default_factory=dict)  # other per-sample outputs of the step
 
 
 @dataclass(frozen=True)

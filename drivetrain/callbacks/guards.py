@@ -80,21 +80,13 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Loss or metric value of one optimizer step that a guard has recorded but not yet checked.
+    """Loss or metric value of one optimizer step that a guard has recorded but not yet checked."""
 
-    Attributes:
-        step: The number of optimizer steps before this one.
-        epoch: The epoch.
-        batches: The indices of the batches of the step.
-        value: The value that all processes judge together, a scalar on the device.
-        shown: The value of this process, shown in messages.
-    """
-
-    step: int
+    step: int  # optimizer steps before this one
     epoch: int
     batches: tuple[int, ...]
-    value: Tensor
-    shown: Tensor
+    value: Tensor  # judged by all processes together, on the device
+    shown: Tensor  # this process's own value, for messages
 
     def __str__(self) -> str:
         batches = f"batch {self.batches[0]}" if len(self.batches) == 1 else f"batches {list(self.batches)}"

@@ -34,17 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of elements and size in bytes of a model's parameters.
+    """Number of elements and size in bytes of a model's parameters."""
 
-    Attributes:
-        elements: The number of elements. Quantized weights count with their number before quantization.
-        trained: The number of trainable elements.
-        nbytes: The size in bytes, as stored.
-    """
-
-    elements: int
+    elements: int  # of quantized weights, their number before quantization
     trained: int
-    nbytes: int
+    nbytes: int  # as stored
 
 
 def count_parameters(model: nn.Module, state: ModelState | None = None, recurse: bool = True) -> ParameterCount:

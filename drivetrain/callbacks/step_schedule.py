@@ -98,9 +98,6 @@ class StepInterval:
     Except for a time, all processes count alike and do not communicate. For a time, the clock of the main process
     decides. An interval in epochs is due at the last step of an epoch. Create it after the counters of a resumed run
     have been restored.
-
-    Attributes:
-        steps: The number of optimizer steps per interval, or 0 if another unit is counted.
     """
 
     def __init__(self, trainer: Trainer, every: int | Duration, name: str, elapsed: float = 0.0) -> None:
@@ -202,11 +199,7 @@ class RunPoint:
 
 
 class StepLog:
-    """Schedule by which a callback logs: every `log_every_n_steps` of the Trainer, or at its own interval.
-
-    Attributes:
-        every: The interval: a number of steps or a `Duration`.
-    """
+    """Schedule by which a callback logs: every `log_every_n_steps` of the Trainer, or at its own interval."""
 
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
         if not (trainer.loggers or trainer.barebones):

@@ -25,19 +25,12 @@ logger = get_logger(__name__)
 
 
 class OwnTime(NamedTuple):
-    """Average time per step that one process needs before its backward pass, where it waits for the others.
-
-    Attributes:
-        rank: The rank of the process.
-        host: The name of its machine.
-        waiting: The time spent waiting for its loader.
-        forward: The time from the batch to the start of the backward pass.
-    """
+    """Average time per step that one process needs before its backward pass, where it waits for the others."""
 
     rank: int
     host: str
-    waiting: float
-    forward: float
+    waiting: float  # seconds spent waiting for the loader
+    forward: float  # seconds from the batch to the start of the backward pass
 
     @property
     def total(self) -> float:

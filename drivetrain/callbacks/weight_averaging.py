@@ -37,10 +37,6 @@ class AveragedTensors:
     """Running average of a model's parameters, and optionally of its buffers, such as batch norm statistics.
 
     Every process averages the tensors that it holds: the whole model, or its shards.
-
-    Attributes:
-        count: The number of averaged updates.
-        swapped: True while the model holds the average and this object holds the trained values.
     """
 
     def __init__(

@@ -32,19 +32,12 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Facts about a run, such as its step, that drivetrain recorded in a file of another tool's format.
+    """Facts about a run, such as its step, that drivetrain recorded in a file of another tool's format."""
 
-    Attributes:
-        world_size: The number of processes that wrote the file.
-        step: The optimizer step, if known.
-        saved_at: The time of the save, in seconds since 1970.
-        finite_loss: True if every loss since the previous save was finite.
-    """
-
-    world_size: int
+    world_size: int  # processes that wrote the file
     step: int | None
-    saved_at: float
-    finite_loss: bool
+    saved_at: float  # seconds since 1970
+    finite_loss: bool  # every loss since the previous save was finite
 
     def own(self, rank: int) -> dict[str, Any]:
         """Return the part of the file's state that belongs to one rank, such as the state of its random generators."""

@@ -272,11 +272,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the shared state of a checkpoint to the current schema, if an older version of drivetrain wrote it.
 
-    Args:
-        shared: All or some top-level entries of a checkpoint, packed or not.
-
-    Raises:
-        CheckpointError: An entry has another type than the schema requires.
+    `shared` may have only some of its entries, packed or not.
     """
     if "engine" in shared:
         found = {"driver": {}, "kept": [], **shared}

@@ -150,13 +150,7 @@ _RANGE = "_drivetrain_mapped"
 
 @dataclass(frozen=True)
 class MappedRange:
-    """Byte range of a memory-mapped file that serves as the memory of a tensor.
-
-    Attributes:
-        file: The mapped file.
-        start: The offset of the first byte.
-        end: The offset after the last byte.
-    """
+    """Byte range of a memory-mapped file that serves as the memory of a tensor."""
 
     file: MappedFile
     start: int

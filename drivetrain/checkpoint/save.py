@@ -535,13 +535,7 @@ def save_queue(state: PartialState) -> SaveQueue:
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one process as text, which can be sent to the other processes so that all raise it.
-
-    Attributes:
-        rank: The rank of the process that failed.
-        reason: The error as text.
-        is_damage: True if the error is a damaged checkpoint.
-    """
+    """Error of one process as text, which can be sent to the other processes so that all raise it."""
 
     rank: int
     reason: str
@@ -552,11 +546,6 @@ class Peers:
     """All processes of a run, connected by a process group of their own for saving and loading checkpoints.
 
     Construct it on all processes at the same time.
-
-    Attributes:
-        rank: The rank of this process.
-        size: The number of processes.
-        is_main: True on rank 0.
     """
 
     def __init__(self, state: PartialState | None) -> None:

@@ -40,23 +40,14 @@ _LONGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Part:
-    """Stored part of a tensor, such as the shard of one rank, with its place in a checkpoint's files.
-
-    Attributes:
-        entry: Its name in the file, its dtype and its shape.
-        place: Its file and byte position.
-    """
+    """Stored part of a tensor, such as the shard of one rank, with its place in a checkpoint's files."""
 
     entry: Entry
     place: Place
 
 
 class TensorIndex:
-    """Index of a checkpoint's tensors: in which file, and at which byte, each part of each tensor is stored.
-
-    Attributes:
-        metadata: The tensors in the form that `torch.distributed.checkpoint` uses.
-    """
+    """Index of a checkpoint's tensors: in which file, and at which byte, each part of each tensor is stored."""
 
     def __init__(self, content: Any, manifest: Manifest, path: str) -> None:
         self._manifest, self._path = manifest, path

@@ -130,12 +130,7 @@ def bare_name(name: str) -> str:
 
 
 class TorchShards:
-    """Reader of a checkpoint directory in the format of `torch.distributed.checkpoint`.
-
-    Attributes:
-        directory: The path of the folder.
-        tensors: Shape and dtype of each tensor, by name, in the form that `torch.distributed.checkpoint` uses.
-    """
+    """Reader of a checkpoint directory in the format of `torch.distributed.checkpoint`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)

@@ -118,9 +118,7 @@ def key_at(packed: Any, path: str) -> str | None:
 
     Tied tensors have one key.
 
-    Args:
-        packed: The tree that `pack` returned.
-        path: The key that the tensor would have if no tensors were tied.
+    `path` is the key that the tensor would have without ties.
     """
     for part in path.split("/"):
         # Undo the escaping of `_join`, in reverse order.
@@ -494,12 +492,7 @@ def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """Tensor in a safetensors file: its name, dtype and shape, and the offset where its data begins.
-
-    Attributes:
-        entry: The tensor's name, dtype and shape.
-        start: The offset of the first byte in the file.
-    """
+    """Tensor in a safetensors file: its name, dtype and shape, and the offset where its data begins."""
 
     entry: Entry
     start: int

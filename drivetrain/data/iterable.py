@@ -45,21 +45,13 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch from a worker process, with the numbers of rows and padding rows that the worker counted.
-
-    Attributes:
-        batch: The batch.
-        rows: Number of its rows, including padding.
-        padding: Number of padding rows, which are its last rows.
-        global_rows: Real rows of all processes.
-        begins_with: Digest of the stream's first samples, equal on all processes that read the same stream.
-    """
+    """Batch from a worker process, with the numbers of rows and padding rows that the worker counted."""
 
     batch: Any
-    rows: int
-    padding: int
-    global_rows: int
-    begins_with: str = ""
+    rows: int  # including padding
+    padding: int  # its last rows
+    global_rows: int  # real rows of all processes
+    begins_with: str = ""  # digest of the stream's first samples, equal on all processes that read the same stream
 
 
 class BatchedStream(IterableDataset[Record]):
@@ -167,11 +159,7 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
 
 
 class StreamReader:
-    """Reader of an iterable dataset. Every process reads all samples, and keeps those of its own share.
-
-    Attributes:
-        begins_with: Digest of the stream's first samples after an iteration has begun, else None.
-    """
+    """Reader of an iterable dataset. Every process reads all samples, and keeps those of its own share."""
 
     def __init__(
         self, loader: DataLoader[Any], layout: Layout, seed: int | None, compared: bool = False, keep: int = 0

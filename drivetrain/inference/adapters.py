@@ -143,11 +143,7 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen layer that is an `nn.Linear`, as peft requires, but hides its weight, so that peft cannot change it.
-
-    Attributes:
-        scaling: Factor of the adapter's product. 0 without an adapter.
-    """
+    """Frozen layer that is an `nn.Linear`, as peft requires, but hides its weight, so that peft cannot change it."""
 
     scaling: Tensor
 

@@ -22,19 +22,12 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Group of offloaded weights that are copied to the device together, before the first of their modules runs.
+    """Group of offloaded weights that are copied to the device together, before the first of their modules runs."""
 
-    Attributes:
-        name: Name of the first module.
-        modules: The modules, in model order.
-        places: Module and attribute name of each weight.
-        rest: The offloaded weights, one for each place.
-    """
-
-    name: str
+    name: str  # of its first module
     modules: list[nn.Module]
-    places: list[Place]
-    rest: list[Tensor] = field(init=False)
+    places: list[Place]  # module and attribute of each weight
+    rest: list[Tensor] = field(init=False)  # the offloaded weights, one for each place
 
     def __post_init__(self) -> None:
         self.rest = [place.tensor for place in self.places]
@@ -115,17 +108,11 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """Device copies of one group of offloaded weights, and the event by which to wait for the transfer.
-
-    Attributes:
-        tensors: One tensor for each place of the group.
-        ready: Event recorded after the last copy, or None for synchronous copies.
-        was: Version counter of each copy right after it was made.
-    """
+    """Device copies of one group of offloaded weights, and the event by which to wait for the transfer."""
 
     tensors: list[Tensor]
-    ready: Any | None
-    was: list[int] = field(default_factory=list)
+    ready: Any | None  # event after the last copy, or None for synchronous copies
+    was: list[int] = field(default_factory=list)  # version counter of each copy right after it was made
 
 
 class DeviceCopies:

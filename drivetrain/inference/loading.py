@@ -222,18 +222,11 @@ def load_some(
 
 @dataclass(eq=False)
 class _Item:
-    """Tensor of a model under all of its names, paired with the checkpoint weight to load into it.
-
-    Attributes:
-        names: All names of the tensor in the model.
-        places: Module and attribute for each name.
-        source: Name of the weight in the checkpoint.
-        dtype: Dtype of the loaded tensor.
-    """
+    """Tensor of a model under all of its names, paired with the checkpoint weight to load into it."""
 
     names: list[str]
     places: list[Place]
-    source: str
+    source: str  # name of the weight in the checkpoint
     dtype: torch.dtype
 
     @property

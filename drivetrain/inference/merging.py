@@ -24,13 +24,7 @@ _ENDINGS = (
 
 
 class Adapter(NamedTuple):
-    """Names of the three tensors of a LoRA adapter in a checkpoint: two matrices and their scale.
-
-    Attributes:
-        first: The matrix of shape `(rank, in_features)`.
-        second: The matrix of shape `(out_features, rank)`.
-        scale: The factor of their product.
-    """
+    """Names of the three tensors of a LoRA adapter in a checkpoint: two matrices and their scale."""
 
     first: str
     second: str

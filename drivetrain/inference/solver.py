@@ -107,16 +107,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory limit of one device in bytes, given to the solver that computes device maps.
-
-    Attributes:
-        device: The device's number or name, `"cpu"` or `"disk"`.
-        limit: Bytes, or infinity.
-        kind: Accelerators compute their own blocks. The host computes only as the main device, and the disk never.
-    """
+    """Memory limit of one device in bytes, given to the solver that computes device maps."""
 
     device: Device
-    limit: float
+    limit: float  # bytes, or infinity
     kind: Literal["accelerator", "host", "disk"]
 
 
@@ -156,17 +150,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the solver that computes device maps: the blocks of a model and the memory limit of each device.
+    """Input of the solver that computes device maps: the blocks of a model and the memory limit of each device."""
 
-    Attributes:
-        blocks: The blocks in execution order.
-        budgets: The memory budgets, in the order accelerators, host, disk.
-        stream_buffers: The number of offloaded blocks that are on the executing device at a time.
-    """
-
-    blocks: Sequence[Block]
-    budgets: Sequence[Budget]
-    stream_buffers: int = 1
+    blocks: Sequence[Block]  # in execution order
+    budgets: Sequence[Budget]  # in the order accelerators, host, disk
+    stream_buffers: int = 1  # offloaded blocks that are on the executing device at a time
 
     @property
     def accelerators(self) -> list[int]:

@@ -159,8 +159,7 @@ class LocalRanks:
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
         """Return the failures of this machine's ranks, without those of ranks that the launcher itself stopped.
 
-        Args:
-            with_lost: False to also leave out ranks without which the run can continue.
+        With `with_lost=False`, ranks without which the run can continue are left out too.
         """
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
@@ -347,11 +346,7 @@ class Peers:
             return False
 
     def collect_stacks(self, own: str) -> str:
-        """Collect the stack traces of all machines' ranks for a report about a hang, and return them as one text.
-
-        Args:
-            own: The stack traces of this machine's ranks.
-        """
+        """Collect the stack traces of all machines' ranks for a report about a hang, and return them as one text."""
         if self._machines == 1:
             return own
         self._write("stacks", own)
@@ -423,9 +418,7 @@ class Peers:
 
         Call this after this machine's ranks have exited.
 
-        Args:
-            own: The first failure on this machine, or None.
-            final: True to wait until the other machines have read the failures, before the store may disappear.
+        With `final`, wait until the other machines have read the failures, before the store may disappear.
         """
         if self._machines == 1:
             return own
@@ -746,8 +739,7 @@ class RankAgent(LocalElasticAgent):
 
         Torch's handlers raise an exception at an arbitrary point of the program.
 
-        Args:
-            before: The handlers from before torch installed its own, by signal.
+        `before` has the handlers from before torch installed its own.
         """
         for number, handler in before.items():
             self._previous_handlers.setdefault(number, handler)

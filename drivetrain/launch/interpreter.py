@@ -13,19 +13,12 @@ _NOT_PASSED_ON = "iqhuV?"
 
 @dataclass(frozen=True)
 class Invocation:
-    """The command line with which a Python interpreter was started, parsed to start it again.
+    """The command line with which a Python interpreter was started, parsed to start it again."""
 
-    Attributes:
-        kind: `"script"`, `"module"` (`-m`), `"command"` (`-c`) or `"stdin"`.
-        target: The script's path, the module's name or the command. Empty for stdin.
-        arguments: Arguments of the script.
-        options: Options of the interpreter to use for other ranks, one per item.
-    """
-
-    kind: str
-    target: str
+    kind: str  # "script", "module" (-m), "command" (-c) or "stdin"
+    target: str  # path, module or command; empty for stdin
     arguments: tuple[str, ...]
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # of the interpreter, to use for other ranks
 
     @classmethod
     def current(cls) -> Invocation:

@@ -49,17 +49,11 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Plan of a launch on this machine: number of processes, kind of device, environment variables.
+    """Plan of a launch on this machine: number of processes, kind of device, environment variables."""
 
-    Attributes:
-        local_processes: Number of processes on this machine.
-        kind: Name of the device kind, such as `"cuda"`.
-        variables: Environment variables that pass the options to the processes.
-    """
-
-    local_processes: int
+    local_processes: int  # on this machine
     kind: str
-    variables: dict[str, str]
+    variables: dict[str, str]  # pass the options to the processes
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:

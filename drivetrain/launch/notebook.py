@@ -136,9 +136,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
     """Return an error message that names the object which cannot be pickled, or `""` if all can be.
 
-    Args:
-        parts: The objects to pickle, by the name to use in the message.
-        has_script: True if the new processes import the running script.
+    `parts` has the objects by the name to use in the message.
     """
     for name, value in parts.items():
         reason = _reason(value, has_script)
@@ -256,15 +254,10 @@ class ScriptReached(BaseException):
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """Location of the running script, from which a child process can import the script again.
-
-    Attributes:
-        path: Path of the file.
-        module: Name of the module if it was started with `python -m`, or None.
-    """
+    """Location of the running script, from which a child process can import the script again."""
 
     path: str
-    module: str | None = None
+    module: str | None = None  # if it was started with `python -m`
 
     @classmethod
     def here(cls) -> ScriptMain | None:
@@ -340,11 +333,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised after Ctrl-C if the processes have ended in order and the first one has returned a value.
-
-    Attributes:
-        value: Return value of the function in the first process.
-    """
+    """Raised after Ctrl-C if the processes have ended in order and the first one has returned a value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()

@@ -55,9 +55,9 @@ class Place:
         devices: Ids of the worker's GPUs on that machine.
     """
 
-    node: str
-    host: str
-    devices: tuple[str, ...] = ()
+    node: str  # Ray's id of the machine
+    host: str  # IP address
+    devices: tuple[str, ...] = ()  # ids of the worker's GPUs
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Report:
         failures: The rank's own failure, if any.
     """
 
-    output: tuple[tuple[int, bytes], ...] = ()
+    output: tuple[tuple[int, bytes], ...] = ()  # in order: 1 for stdout or 2 for stderr, and the bytes
     alive: bool = True
-    failing: bool = False
+    failing: bool = False  # the rank has exited or is about to exit with an error
     failures: tuple[RankFailure, ...] = ()
 
 
@@ -213,12 +213,7 @@ def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str])
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment variables to copy to other machines, without those that describe this machine.
-
-    Args:
-        environ: The environment.
-        leave: Names of further variables to leave out.
-    """
+    """Return the environment variables to copy to other machines, without those that describe this machine."""
     left = {*_OF_A_MACHINE, *leave}
     return {
         name: value

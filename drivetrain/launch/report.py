@@ -197,13 +197,7 @@ def exit_code_after(
 ) -> int:
     """Return the launcher's exit code after a signal such as SIGTERM, and tell the user how the run ended.
 
-    Args:
-        received: The signal.
-        overdue: The ranks that were killed after the grace period.
-        grace_period: The time in seconds that ranks had to exit.
-        preempted: True if the ranks have saved a resumable state.
-        succeeded: True if all ranks exited with code 0.
-        described: The message about a failure, or an empty string.
+    `overdue` are the ranks that were killed after the grace period. `described` is a message about a failure, or "".
     """
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
@@ -245,11 +239,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack trace of a rank's main thread, to tell the user in which line and collective a rank hangs.
-
-    Attributes:
-        frames: The frames, innermost first.
-    """
+    """Stack trace of a rank's main thread, to tell the user in which line and collective a rank hangs."""
 
     frames: tuple[Frame, ...]
 

@@ -55,21 +55,13 @@ class _Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """State of one rank when a run hangs, with the stack trace that shows where the rank waits.
-
-    Attributes:
-        rank: Global rank.
-        pid: Process id.
-        status: State of the process, such as `"sleeping"` or `"stopped"`.
-        idle: Seconds without progress.
-        stack: Stack of the main thread, or None if the rank did not answer.
-    """
+    """State of one rank when a run hangs, with the stack trace that shows where the rank waits."""
 
     rank: int
     pid: int
-    status: str
-    idle: float
-    stack: Stack | None
+    status: str  # of the process, such as "sleeping" or "stopped"
+    idle: float  # seconds without progress
+    stack: Stack | None  # of the main thread, or None if the rank did not answer
 
     def describe(self, *, whole_stack: bool) -> str:
         who = f"  rank {self.rank} (pid {self.pid}, no progress for {self.idle:.0f} s)"
@@ -146,12 +138,7 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return a `RankFailure` for a hanging run, with `text` and the rank that was idle for longest.
-
-        Args:
-            reports: The reports of this machine's ranks.
-            text: The description of where all ranks wait.
-        """
+        """Return a `RankFailure` for a hanging run, with `text` and the rank that was idle for longest."""
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
         lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]

@@ -48,9 +48,7 @@ class CallComparison:
     def compare(self, call: str, line: str) -> None:
         """Exchange `call`, which describes a collective, with all ranks. Raise an error if the descriptions differ.
 
-        Args:
-            call: The collective's name, with the shapes and dtypes of its tensors.
-            line: The line of user code that called it, for the error message.
+        `line` is the line of user code, for the message.
         """
         self._number += 1
         try:

@@ -266,11 +266,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class whose instances pickle as their constructor arguments, so that unpickling makes a new instance.
-
-    Attributes:
-        made_with: The constructor's positional arguments and keyword arguments.
-    """
+    """Base class whose instances pickle as their constructor arguments, so that unpickling makes a new instance."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

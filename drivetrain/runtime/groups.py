@@ -21,11 +21,7 @@ def gather_with_gradients(tensor: Tensor) -> Tensor:
 
 
 class TorchGroup:
-    """Base class that offers the functions of `torch.distributed` as methods bound to a process group.
-
-    Attributes:
-        group: The process group.
-    """
+    """Base class that offers the functions of `torch.distributed` as methods bound to a process group."""
 
     group: Any
 

@@ -105,11 +105,7 @@ def collect(text: str) -> None:
 
 
 def logs_json() -> bool:
-    """Return True if this process writes its log as JSON, as `drivetrain launch --log_format json` asks for.
-
-    Raises:
-        ConfigurationError: If the environment variable `DRIVETRAIN_LOG_FORMAT` names an unknown format.
-    """
+    """Return True if this process writes its log as JSON, as `drivetrain launch --log_format json` asks for."""
     name = os.environ.get(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0]
     if name not in LOG_FORMATS:
         raise ConfigurationError(

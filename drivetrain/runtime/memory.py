@@ -217,11 +217,7 @@ def _host_peak() -> int:
 
 
 class MemoryHistory:
-    """Recorder of the allocations on a device, which writes a PyTorch memory snapshot. Supported on CUDA only.
-
-    Attributes:
-        is_recording: True while allocations are being recorded.
-    """
+    """Recorder of the allocations on a device, which writes a PyTorch memory snapshot. Supported on CUDA only."""
 
     def __init__(self, device: torch.device, max_entries: int) -> None:
         self._functions: Any = getattr(getattr(torch, device.type, None), "memory", None)
@@ -302,10 +298,7 @@ class HostBlocks:
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
     """Return how many values a layer's parameter has before quantization, and how many bytes store them.
 
-    Args:
-        layer: The layer, quantized or not.
-        name: The parameter's name in the layer.
-        whole: Number of elements of the full parameter, as stored.
+    `whole` is the number of elements as stored.
     """
     # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)

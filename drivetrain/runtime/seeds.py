@@ -114,17 +114,10 @@ def seed_all_generators(seed: int) -> None:
 
 
 class GlobalGenerator(NamedTuple):
-    """Functions of one global random generator, such as NumPy's: to seed it, draw from it, save and restore it.
+    """Functions of one global random generator, such as NumPy's: to seed it, draw from it, save and restore it."""
 
-    Attributes:
-        seed: Seeds the generator from 64 bits, or from 32 of them.
-        draw: Draws at least 53 random bits.
-        get_state: Returns the generator's state.
-        set_state: Restores a state that `get_state` returned.
-    """
-
-    seed: Callable[[int], object]
-    draw: Callable[[], object]
+    seed: Callable[[int], object]  # from 64 bits, or from 32 of them
+    draw: Callable[[], object]  # at least 53 random bits
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]
 

@@ -88,9 +88,7 @@ class SharedAttempt:
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
         """Record in the store that this process starts a call that all processes make. None in a single process.
 
-        Args:
-            what: Name of the call, for error messages.
-            patience: Seconds to wait for processes that have not started the call.
+        Later calls wait up to `patience` seconds for processes that have not started it.
         """
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None

@@ -659,30 +659,19 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """Value given for a setting, and the argument that gave it, so that error messages can name both.
+    """Value given for a setting, and the argument that gave it, so that error messages can name both."""
 
-    Attributes:
-        argument: The argument, such as `"Trainer(gradient_clip_val)"`.
-        value: The value.
-    """
-
-    argument: str
+    argument: str  # such as "Trainer(gradient_clip_val)"
     value: Any
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run, given to the strategy, which raises an error for those that it does not support.
-
-    Attributes:
-        precision: The numeric precision.
-        gradient_accumulation_steps: Number of micro-batches in each optimizer step.
-        gradient_clipping: The clipping threshold, or None without clipping.
-    """
+    """Settings of a run, given to the strategy, which raises an error for those that it does not support."""
 
     precision: Precision
     gradient_accumulation_steps: Given
-    gradient_clipping: Given | None = None
+    gradient_clipping: Given | None = None  # None without clipping
 
 
 # Optional abilities: a strategy inherits from one of these classes in addition to `Strategy`

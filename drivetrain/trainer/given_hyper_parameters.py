@@ -26,10 +26,6 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
     A command line creates objects within this `with` block, so that a checkpoint stores their configuration instead of
     objects that cannot be saved.
-
-    Args:
-        kind: The object's class. Objects of other classes record their own arguments.
-        values: The hyper-parameters.
     """
     token = _given.set((kind, values))
     try:
@@ -52,10 +48,6 @@ def loaded_subclass(kind: type, path: str) -> type | None:
     """Return the class with the import path `path` if it is `kind` or an imported subclass, else None.
 
     Nothing is imported.
-
-    Args:
-        kind: The class.
-        path: The module and name of the class to find.
     """
     candidates = [kind]
     while candidates:

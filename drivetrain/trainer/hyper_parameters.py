@@ -99,11 +99,7 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
 def select_hyper_parameters(
     names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
 ) -> dict[str, Any]:
-    """Return the constructor arguments that `save_hyperparameters(*names, ignore=...)` records.
-
-    Raises:
-        ValueError: A name is not an argument of the constructor.
-    """
+    """Return the constructor arguments that `save_hyperparameters(*names, ignore=...)` records."""
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
         given = names[0]
@@ -227,9 +223,6 @@ def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
     With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
-
-    Raises:
-        CheckpointError: A value cannot be stored.
     """
     changed: list[str] = []
     found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
@@ -311,11 +304,7 @@ class HoldsHyperParameters:
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add constructor arguments to `hparams` for `save_hyperparameters`. Modules are left out with a warning.
-
-        Args:
-            chosen: The arguments that `save_hyperparameters` selected.
-        """
+        """Add constructor arguments to `hparams` for `save_hyperparameters`. Modules are left out with a warning."""
         self.hparams.update({name: value for name, value in chosen.items() if not _is_module(name, value)})
 
     @property
@@ -473,10 +462,7 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
 
     After the `with` block, changes that hooks made are written back to both parts.
 
-    Args:
-        engine: The part with weights and optimizer states.
-        number: Index of the task's model in `engine["models"]`.
-        entries: The Trainer's part.
+    `engine` is the part with weights, of which `number` is the model of the task. `entries` is the part of the Trainer.
     """
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}

@@ -94,11 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the optimizers' names if `configure_optimizers` returned a dict of optimizers by name, else `()`.
-
-    Raises:
-        ConfigurationError: A name is reserved or no string, or two optimizers have a parameter in common.
-    """
+    """Return the optimizers' names if `configure_optimizers` returned a dict of optimizers by name, else `()`."""
     # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
@@ -133,10 +129,7 @@ def parse_configured_optimizers(
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Check what `configure_optimizers` returned, and parse it into a list of optimizers and one of schedulers.
 
-    Args:
-        configured: The result.
-        read: `Trainer.read_scheduler`.
-        by_hand: True if the task steps schedulers itself.
+    `by_hand` means that the task steps schedulers itself.
     """
     optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:

@@ -36,34 +36,18 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """Task that a Trainer runs, with its data module, prepared model, optimizers and hooks.
-
-    Attributes:
-        trainer: The Trainer.
-        task: The task of the current or last run.
-        datamodule: Its data module, or None.
-        hooks: The overridden hooks of the task and of the callbacks.
-        model: The module that the strategy made of the task.
-        optimizers: The prepared optimizers.
-        optimizer_names: Their names, if `configure_optimizers` provides them.
-        schedulers: The learning-rate schedulers with their intervals.
-        steps_schedulers: True if any scheduler steps after optimizer steps.
-        ends_epochs_of_schedulers: True if any scheduler steps at epoch ends and monitors no value.
-        stage: The stage of the last verb, or None.
-        checkpoint_path: The checkpoint that the verb loaded, or None.
-        sources: The sources of the loaders of the current or last verb.
-    """
+    """Task that a Trainer runs, with its data module, prepared model, optimizers and hooks."""
 
     trainer: Trainer
-    task: Task | None = None
+    task: Task | None = None  # the one of the current or last run
     datamodule: DataModule | None = None
     hooks: Hooks | None = None
-    model: nn.Module | None = None
+    model: nn.Module | None = None  # what the strategy made of the task
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     optimizer_names: tuple[str, ...] = ()
     schedulers: list[SchedulerConfig] = field(default_factory=list)
-    steps_schedulers: bool = False
-    ends_epochs_of_schedulers: bool = False
+    steps_schedulers: bool = False  # any scheduler steps after optimizer steps
+    ends_epochs_of_schedulers: bool = False  # any steps at epoch ends and monitors no value
     stage: Stage | None = None
     checkpoint_path: str | None = None
     sources: dict[Stage, LoaderSource] = field(default_factory=dict)

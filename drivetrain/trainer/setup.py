@@ -132,14 +132,6 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it.
 
     If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
-
-    Args:
-        accumulate: The Trainer's `accumulate_grad_batches`.
-        engine: The engine.
-        options: The Trainer's options.
-
-    Raises:
-        ConfigurationError: The strategy does not support the options. The message names alternatives.
     """
     # The launcher passes its options in environment variables.
     launched = Launched().settings.get("gradient_accumulation_steps")

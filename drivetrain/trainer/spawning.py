@@ -42,39 +42,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Call of a Trainer's method (verb), such as `fit`, with all that new processes need to run it.
-
-    Attributes:
-        kind: The Trainer's class.
-        made_with: Its positional and keyword arguments.
-        options: Its current options.
-        callbacks: Its callbacks.
-        trackers: The state of its trackers. Empty before the first run.
-        progress: The counters of its run.
-        ending: The reason why its last `fit` ended.
-        seed: The seed of the run, or None.
-        random: The state of the random generators.
-        task: The task.
-        datamodule: The data module of the last run, or None.
-        is_given: True if the task was passed to the method, False if it is that of the previous run.
-        stage: The stage of the method.
-        given: The other arguments of the method.
-    """
+    """Call of a Trainer's method (verb), such as `fit`, with all that new processes need to run it."""
 
     kind: type[Trainer]
-    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the Trainer
     options: TrainerOptions
     callbacks: list[Callback]
-    trackers: list[dict[str, Any]]
+    trackers: list[dict[str, Any]]  # empty before the first run
     progress: dict[str, Any]
-    ending: Ending
+    ending: Ending  # why its last `fit` ended
     seed: int | None
     random: RandomState
     task: Task
     datamodule: DataModule | None
-    is_given: bool
+    is_given: bool  # False if the task is that of the previous run
     stage: Stage
-    given: dict[str, Any]
+    given: dict[str, Any]  # the other arguments of the method
 
     def run(self) -> Outcome | None:
         """Run the method, such as `fit`, on a new Trainer. Return its outcome on rank 0, and None on other ranks."""
@@ -111,28 +94,10 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """Result of a method, such as `fit`, in spawned processes, with the final weights and states of rank 0.
-
-    Attributes:
-        result: The method's return value.
-        left: The exception with which a signal ended the run in an orderly way, or None.
-        weights: The task's state dict.
-        callbacks: The callbacks' states, by key.
-        trackers: The trackers' states.
-        progress: The counters of the run.
-        ending: The reason why the run ended.
-        metrics: The values of `callback_metrics`.
-        bar: The values of the progress bar.
-        written: The values that trackers received.
-        is_finite: True if all values and weights were finite.
-        lengths: The numbers of batches.
-        checkpoint_path: The checkpoint that was loaded, or None.
-        timing: How `fit` spent its time.
-        random: The state of the random generators.
-    """
+    """Result of a method, such as `fit`, in spawned processes, with the final weights and states of rank 0."""
 
     result: Any
-    left: BaseException | None
+    left: BaseException | None  # with which a signal ended the run in an orderly way
     weights: dict[str, Any]
     callbacks: dict[str, dict[str, Any]]
     trackers: list[dict[str, Any]]
@@ -140,9 +105,9 @@ class Outcome:
     ending: Ending
     metrics: dict[str, Value]
     bar: dict[str, Value]
-    written: dict[str, float]
-    is_finite: bool
-    lengths: Any
+    written: dict[str, float]  # what trackers received
+    is_finite: bool  # all values and weights were finite
+    lengths: Any  # numbers of batches
     checkpoint_path: str | None
     timing: Timing
     random: RandomState

@@ -72,13 +72,7 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
-    """Raise `ConfigurationError` if a task's training methods are missing or conflict with Trainer arguments.
-
-    Args:
-        task: Task to be trained.
-        accumulate: The Trainer's `accumulate_grad_batches`.
-        clip: The Trainer's `gradient_clip_val`, or None.
-    """
+    """Raise `ConfigurationError` if a task's training methods are missing or conflict with Trainer arguments."""
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
@@ -155,10 +149,6 @@ def _own_methods(kind: type, base: type) -> dict[str, type]:
     """Return the public methods that a user defined in `kind` and its parents, each with its defining class.
 
     Classes of drivetrain and torch are left out.
-
-    Args:
-        kind: Class to inspect.
-        base: Class of the framework that it derives from, such as `Task`.
     """
     found: dict[str, type] = {}
     # In the order of the MRO, so that the most derived definition of a method is found first.

@@ -154,11 +154,7 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Converter from the keys of a configuration file to launch settings.
-
-    Attributes:
-        found: Values by name of the setting.
-    """
+    """Converter from the keys of a configuration file to launch settings."""
 
     def __init__(self, where: str) -> None:
         self.found: dict[str, Any] = {}

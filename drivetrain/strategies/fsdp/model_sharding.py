@@ -148,12 +148,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Object that shards models with the options of the `FSDP` strategy.
-
-    Attributes:
-        options: The arguments of `FSDP`.
-        averaging: Mapping from each prepared model to the object that averages its unsharded parameters' gradients.
-    """
+    """Object that shards models with the options of the `FSDP` strategy."""
 
     def __init__(
         self,

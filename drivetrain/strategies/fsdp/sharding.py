@@ -107,11 +107,6 @@ class Slot(NamedTuple):
     """Module and name of a registered parameter, by which to find the parameter that sharding puts there.
 
     Recorded before sharding, which registers another parameter under the name.
-
-    Attributes:
-        module: The module.
-        name: The parameter's name in the module.
-        parameter: The recorded parameter.
     """
 
     module: nn.Module

@@ -108,11 +108,8 @@ class Layout:
     ) -> dict[str, Tensor]:
         """Gather full tensors by name, each to the CPU of one rank. Other ranks get meta tensors. A collective call.
 
-        Args:
-            values: Returns the local part of an entry's tensor, for example a master weight.
-            dtype: Returns the dtype of the full tensor of this name.
-            holder: Chooses the rank that stores a tensor, from its name and the ranks that have parts of it. The
-                default is `rotating`.
+        `holder` chooses the rank that stores a tensor, from its name and the ranks with parts of it. Default:
+        `rotating`.
         """
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}

@@ -79,13 +79,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Model that `Megatron` has prepared, with its chunks on this process, their layout and their optimizer.
-
-    Attributes:
-        called: The module that `prepare` returned.
-        optimizer: The optimizer, or None if the model is only evaluated.
-        accumulates: True if the current backward is within an accumulation window.
-    """
+    """Model that `Megatron` has prepared, with its chunks on this process, their layout and their optimizer."""
 
     def __init__(self, owner: nn.Module, bare: list[nn.Module], wrapped: list[nn.Module], layout: Layout) -> None:
         self.owner, self.bare, self.wrapped, self.layout = owner, bare, wrapped, layout
@@ -172,11 +166,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Signal raised to end a task's step with the output of a model chunk that does not compute the loss.
-
-    Attributes:
-        output: The output to send to the next chunk.
-    """
+    """Signal raised to end a task's step with the output of a model chunk that does not compute the loss."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the step of a stage without the loss")
@@ -184,12 +174,7 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """Holder of the model chunk that a task's step must run now, if the process has several chunks.
-
-    Attributes:
-        chunk: The chunk to call, or None outside a step.
-        is_last: True if the chunk computes the loss.
-    """
+    """Holder of the model chunk that a task's step must run now, if the process has several chunks."""
 
     chunk: nn.Module | None = None
     is_last: bool = True

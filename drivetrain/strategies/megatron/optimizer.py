@@ -336,9 +336,7 @@ class ParameterState:
 
         A collective call of the processes that step the parameter together.
 
-        Args:
-            parameter: A parameter of the model.
-            key: The name of the state, or None for the master weight.
+        Without a `key`, it is the master weight.
         """
         stepped = self.find(parameter)
         value: Tensor | None = stepped.main

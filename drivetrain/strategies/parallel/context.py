@@ -71,11 +71,7 @@ class SequenceShard:
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this process's part of a tensor of full sequences, split along `dim`.
-
-        Raises:
-            ConfigurationError: The sequence length is no multiple of `chunks`.
-        """
+        """Return this process's part of a tensor of full sequences, split along `dim`."""
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
@@ -104,11 +100,7 @@ class SequenceShard:
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """Return this process's part of a batch. Each tensor that has a dimension `dim` is split along this dimension.
-
-        Raises:
-            ConfigurationError: The tensors differ in the size of `dim`, or it is no multiple of `chunks`.
-        """
+        """Return this process's part of a batch. Each tensor that has a dimension `dim` is split along it."""
         lengths: dict[int, list[tuple[int, ...]]] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -173,11 +165,7 @@ def sequence_length(batch: Any, dim: int) -> int | None:
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which `F.scaled_dot_product_attention` covers the tokens of all context-parallel processes.
-
-    Attributes:
-        calls: Number of attention calls so far.
-    """
+    """Context in which `F.scaled_dot_product_attention` covers the tokens of all context-parallel processes."""
 
     def __init__(self, shard: SequenceShard) -> None:
         super().__init__()
@@ -416,11 +404,7 @@ class Sequences:
 
 
 class SplitSequences(Sequences):
-    """Context parallelism that splits the sequences of each batch over processes.
-
-    Attributes:
-        shard: The part of each sequence that this process has.
-    """
+    """Context parallelism that splits the sequences of each batch over processes."""
 
     def __init__(
         self,

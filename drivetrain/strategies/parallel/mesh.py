@@ -92,17 +92,11 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """Position of a rank in the device mesh, from which its data shard and the ranks at other positions follow.
+    """Position of a rank in the device mesh, from which its data shard and the ranks at other positions follow."""
 
-    Attributes:
-        sizes: Number of processes along each dimension.
-        rank: Global rank of the process.
-        loss_index: Index along `pp` of the processes that compute losses. None is the last index.
-    """
-
-    sizes: MeshSizes
+    sizes: MeshSizes  # processes along each dimension
     rank: int
-    loss_index: int | None = None
+    loss_index: int | None = None  # along `pp`, of the processes that compute losses; None is the last
 
     def coordinates(self) -> dict[str, int]:
         """Return the rank's index along each dimension of the device mesh, as a dict by dimension name."""

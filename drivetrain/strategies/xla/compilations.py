@@ -23,12 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counter of XLA's compilations during training and evaluation, which warns if they do not stop.
-
-    Attributes:
-        steps: Optimizer steps so far.
-        recompiled: Steps after the first two in which a graph was compiled.
-    """
+    """Counter of XLA's compilations during training and evaluation, which warns if they do not stop."""
 
     def __init__(self) -> None:
         self.steps = 0

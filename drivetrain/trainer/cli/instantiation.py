@@ -353,11 +353,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint's hyper-parameters that differ from the command line's, as configuration of the task.
-
-    Raises:
-        CheckpointError: A value could name a class, which is not imported without the user's consent.
-    """
+    """Return a checkpoint's hyper-parameters that differ from the command line's, as configuration of the task."""
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)

@@ -58,13 +58,7 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """Replacement for a task's `configure_optimizers` that creates the optimizer chosen on the command line.
-
-    Attributes:
-        optimizer: The configuration of the optimizer.
-        lr_scheduler: The configuration of the learning-rate scheduler, or None.
-        arrange: A function of the task, `optimizer` and `lr_scheduler` that creates the return value.
-    """
+    """Replacement for a task's `configure_optimizers` that creates the optimizer chosen on the command line."""
 
     optimizer: Mapping[str, Any]
     lr_scheduler: Mapping[str, Any] | None
@@ -81,11 +75,7 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the configuration of the task's optimizer or scheduler on the command line, or None without one.
-
-    Raises:
-        ConfigurationError: There is more than one for the task.
-    """
+    """Return the configuration of the task's optimizer or scheduler on the command line, or None without one."""
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(

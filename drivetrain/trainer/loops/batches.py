@@ -47,11 +47,7 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class LoaderSource:
-    """Source of the data loaders for one stage: an argument such as `train_dataloaders`, the data module or the task.
-
-    Attributes:
-        is_stale: True if the loaders must be created again, because a setting that their method reads has changed.
-    """
+    """Source of the data loaders for one stage: an argument of the Trainer's method, the data module or the task."""
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
@@ -104,9 +100,6 @@ class LoaderSource:
         """Return the prepared training loader. Create it on the first call, if outdated, or if `again` is True.
 
         Several loaders become one `CombinedLoader`.
-
-        Args:
-            again: True to create and prepare the loader again.
         """
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
@@ -245,13 +238,7 @@ def length_of(loader: Any) -> int | None:
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
     """Apply a limit such as `limit_train_batches` to a loader's length, and return how many batches to run.
 
-    Args:
-        length: Number of batches in the loader, or None if unknown.
-        limit: Whole number of batches, fraction of the loader, or None.
-        name: Name of the Trainer's argument with the limit, for error messages.
-
-    Returns:
-        The number of batches, or infinity for an unknown length without a limit.
+    Infinity if the length is unknown and there is no limit.
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
@@ -275,10 +262,6 @@ def check_equal_lengths(batches: float, kind: str) -> None:
     """Raise `DataError` if ranks run different numbers of batches, since the ranks would wait for each other forever.
 
     Runs a collective.
-
-    Args:
-        batches: Number of batches that this rank will run.
-        kind: Name of the loader for the message, such as `"training"`.
     """
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
@@ -302,15 +285,7 @@ def limits_of(
 ) -> list[float]:
     """Return how many batches to run per evaluation loader: its limit, applied to its longest length on any rank.
 
-    Args:
-        loaders: Prepared loaders of this rank.
-        limit: Limit for all loaders, or one per loader, in their order or by name.
-        name: Name of the Trainer's argument with the limit, for error messages.
-        even: True to raise `DataError` if the ranks have different numbers of batches.
-        given: Loaders as the user gave them. The keys of a dict are their names.
-
-    Raises:
-        ConfigurationError: The limits do not match the loaders.
+    With `even`, ranks with different numbers of batches are an error. The keys of a dict in `given` name the loaders.
     """
     limits = _limit_per_loader(limit, len(loaders), list(given) if isinstance(given, Mapping) else None, name)
     lengths = [length_of(loader) for loader in loaders]
@@ -373,11 +348,6 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
 
     A shuffling loader then reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch
     sampler or an iterable dataset are returned unchanged. In a dict, list or `CombinedLoader`, each loader is replaced.
-
-    Args:
-        loader: A loader, or a dict, list or `CombinedLoader` of loaders.
-        stage: Stage of the loader, for a warning.
-        most: Number of batches that all ranks read together, or None if unknown.
     """
     if isinstance(loader, CombinedLoader):
         return loader.map(lambda each: with_same_batches(each, stage, most))
@@ -518,11 +488,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Begin an epoch: move the training loader to its start, or to the position saved in a checkpoint.
-
-        Args:
-            saved: Checkpoint that is being resumed, or None.
-        """
+        """Begin an epoch: move the training loader to its start, or to the position saved in a checkpoint."""
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
@@ -600,9 +566,6 @@ class TrainingBatches:
         """Return the next batch to a `training_step` that reads `dataloader_iter`, or None at the epoch's end.
 
         Used for `dataloader_iter`. The training loop then does not process the batch again.
-
-        Args:
-            index: Index of the batch before.
         """
         if index + 1 >= self.limit:
             return None

@@ -139,11 +139,8 @@ class EvaluationLoop:
     ) -> list[dict[str, float]]:
         """Evaluate the task on up to `at_most` batches of each loader. Return a dict of logged values per loader.
 
-        Args:
-            at_most: Largest number of batches per loader, or None for no further limit.
-            keep: False to discard the results and to restore the loaders' positions, as in the sanity check.
-            on_results: Function that is called once the results are logged.
-            watch: Function that returns a watcher for each loader, which may end the evaluation after a signal.
+        With `keep=False`, as in the sanity check, results are discarded and positions restored. `watch` returns an
+        object for each loader that may end the evaluation after a signal.
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
@@ -278,12 +275,7 @@ def _call_if_any(task: Task, name: str) -> None:
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
-    """Return `(dataloader_idx,)` if a step such as `validation_step` takes the loader's index, else `()`.
-
-    Args:
-        step: The task's step, such as `validation_step`.
-        dataloader_idx: Index of the loader, or None if there is only one.
-    """
+    """Return `(dataloader_idx,)` if a step such as `validation_step` takes the loader's index, else `()`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()
     third = [p for p in parameters if p.kind in positional][2:3]

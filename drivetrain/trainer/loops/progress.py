@@ -149,11 +149,7 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return how many batches training epochs and evaluation loaders have, to copy them to another process.
-
-        Returns:
-            The batches per training epoch, those per evaluation loader, and those of the last training epoch.
-        """
+        """Return how many batches training epochs and evaluation loaders have, to copy them to another process."""
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
@@ -163,11 +159,7 @@ class CurrentRun:
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Clear the current batch at an epoch's end, and record how many batches were started and finished.
-
-        Args:
-            finished: Number of finished batches.
-        """
+        """Clear the current batch at an epoch's end, and record how many batches were started and finished."""
         self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
         self.leave_batch()
 
@@ -217,16 +209,7 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
 
     Other durations are returned unchanged.
 
-    Args:
-        trainer: Trainer whose limits define the length of the run.
-        duration: Duration to convert.
-        name: Name of the setting, for error messages.
-
-    Returns:
-        A duration in the unit of `max_duration` if that is set, else in steps, else in seconds.
-
-    Raises:
-        ConfigurationError: The run has no known end.
+    The result has the unit of `max_duration` if that is set, else it is in steps or else in seconds.
     """
     if duration.unit is not Unit.RUN:
         return duration
@@ -317,9 +300,6 @@ class Foresight:
         """Predict how many samples and tokens an optimizer step on these micro-batches will process.
 
         Stores the predictions in `CurrentRun.ahead`, and whether the step ends its epoch in `CurrentRun.closes_epoch`.
-
-        Args:
-            window: Micro-batches of the step.
         """
         current, last = self._current, window[-1]
         # The second condition holds if a limit such as `limit_train_batches` cuts the epoch short.
@@ -336,11 +316,7 @@ class Foresight:
 
 
 class _Samples:
-    """Counter of the training samples of all ranks, without padding rows, for limits such as `max_duration`.
-
-    Attributes:
-        note: None, since this counter does not read the batches themselves.
-    """
+    """Counter of the training samples of all ranks, without padding rows, for limits such as `max_duration`."""
 
     note: None = None
 
@@ -353,9 +329,6 @@ class _Samples:
         """Add the samples that all ranks process in one optimizer step to the run's progress.
 
         Runs an all-reduce if this rank knows only its own number of rows.
-
-        Args:
-            window: Micro-batches of the step.
         """
         known = sum(micro_batch.info.global_rows or 0 for micro_batch in window)
         unknown = [micro_batch.info for micro_batch in window if micro_batch.info.global_rows is None]
@@ -384,11 +357,7 @@ class _Tokens:
         self._weights.total = None
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Add the tokens that all ranks processed in one optimizer step to the progress of the run.
-
-        Args:
-            window: Micro-batches of the step.
-        """
+        """Add the tokens that all ranks processed in one optimizer step to the progress of the run."""
         if self._num_tokens is None:
             self._progress.tokens += self._weighed()
             return

@@ -159,30 +159,18 @@ class EvaluationWatch:
         self._batches, self._next = 0, 1
 
     def count_batch(self) -> None:
-        """Count an evaluated batch, and exchange signals with the other ranks if an exchange is due.
-
-        Raises:
-            EvaluationEnded: A signal has arrived on any rank.
-        """
+        """Count an evaluated batch, and exchange signals with the other ranks if an exchange is due."""
         self._batches += 1
         if self._world_size == 1 or self._batches >= self._next:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Finish this rank's validation: wait for ranks that still evaluate, and exchange signals meanwhile.
-
-        Raises:
-            EvaluationEnded: A signal has arrived on any rank.
-        """
+        """Finish this rank's validation: wait for ranks that still evaluate, and exchange signals meanwhile."""
         while not self._exchange(ended=True):
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Share received signals and `ended` (no batches left) with all ranks. Return True if all have ended.
-
-        Raises:
-            EvaluationEnded: A signal has arrived on any rank.
-        """
+        """Share received signals and `ended` (no batches left) with all ranks. Return True if all have ended."""
         signals = self._signals
         everyone: list[tuple[bool, int, bool, bool]]
         per_batch = (time.monotonic() - self._began) / max(1, self._batches)
@@ -259,19 +247,12 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """Reason for which a run in a spawned process ended, as sent to the Trainer that started the process.
-
-    Attributes:
-        reason: Reason why the run ended, or None if none has ended.
-        details: The reason in words.
-        forced: Reasons that ended the run even if `min_epochs` or `min_steps` was not reached.
-        identity: Identifier of the Trainer that drove the run.
-    """
+    """Reason for which a run in a spawned process ended, as sent to the Trainer that started the process."""
 
     reason: StopReason | None
     details: str
-    forced: frozenset[StopReason]
-    identity: str = ""
+    forced: frozenset[StopReason]  # reasons that ended the run even before `min_epochs` or `min_steps`
+    identity: str = ""  # identifier of the Trainer that drove the run
 
 
 class RunControl:
@@ -682,11 +663,7 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Start counting time and batches anew, so that ranks exchange stop requests after the next batch.
-
-        Args:
-            batches: Number of batches that the run has processed so far.
-        """
+        """Start counting time and batches anew, so that ranks exchange stop requests after the next batch."""
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
@@ -695,13 +672,7 @@ class StopExchange:
 
         All ranks must call this at an equal number of batches. With several ranks, it runs a collective.
 
-        Args:
-            batches: Number of batches that the run has processed so far.
-            wishes: This rank's flags.
-            by: This rank's reason for a stop in words, or "".
-
-        Returns:
-            The combined flags, and the first reason that any rank gave.
+        `by` is the reason of this rank for a stop, or "". Also returns the first reason of any rank.
         """
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
@@ -965,10 +936,6 @@ class Finiteness:
     """Check that warns about logged values or weights that are NaN or infinite.
 
     Reads only values that are transferred to the CPU anyway, and the weights at the end of an epoch.
-
-    Attributes:
-        is_watched: True if the check is active. False if a callback already guards the values.
-        is_finite: True if all values so far are finite.
     """
 
     is_watched: bool
@@ -976,24 +943,14 @@ class Finiteness:
     _weights_are_finite: bool = True  # equal on all ranks, since it decides who calls the collective
 
     def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
-        """Warn, once per run, if a logged value is NaN or infinite.
-
-        Args:
-            values: Pairs of name and number.
-            when: Time of the value in words, such as "at step 100".
-        """
+        """Warn, once per run, if a logged value is NaN or infinite."""
         if self.is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
             if found is not None:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
 
     def check_weights(self, task: Task, when: str) -> None:
-        """Warn, once per run, if a weight of the task is NaN or infinite on any rank. Runs a collective.
-
-        Args:
-            task: Task whose weights are checked.
-            when: Time of the check in words, such as "after epoch 3".
-        """
+        """Warn, once per run, if a weight of the task is NaN or infinite on any rank. Runs a collective."""
         if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)

@@ -185,13 +185,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if a task has one loss per named optimizer, but only one loss is supported.
-
-    Args:
-        trainer: Trainer with the strategy and the names of the optimizers.
-        task: Task that returns one loss per optimizer.
-        by_closure: True if an optimizer, or an overridden `optimizer_step`, computes its loss in a closure.
-    """
+    """Raise `ConfigurationError` if a task has one loss per named optimizer, but only one loss is supported."""
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
@@ -297,11 +291,6 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
     """Raise `ConfigurationError` if a task needs manual optimization or a closure, with a pipeline strategy.
 
     Such a strategy runs the forward and backward of all micro-batches itself.
-
-    Args:
-        task: Task to be trained.
-        strategy: Pipeline strategy, for the message.
-        by_closure: True if an optimizer, or an overridden `optimizer_step`, computes its loss in a closure.
     """
     if task.automatic_optimization and not by_closure:
         return
@@ -322,19 +311,12 @@ WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Range of rows in a micro-batch, which `auto_micro_batch` processes at once to save memory.
+    """Range of rows in a micro-batch, which `auto_micro_batch` processes at once to save memory."""
 
-    Attributes:
-        place: Index of the micro-batch within the optimizer step.
-        first: Index of the first row.
-        end: Index after the last row.
-        of: Number of rows of the micro-batch, or 0 if unknown. Such a micro-batch is not split.
-    """
-
-    place: int
+    place: int  # index of the micro-batch within the optimizer step
     first: int
-    end: int
-    of: int
+    end: int  # index after the last row
+    of: int  # rows of the micro-batch, or 0 if unknown: it is not split
 
     @property
     def share(self) -> float:
@@ -539,12 +521,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
     """Combine the outputs that `training_step` returned for the parts of a micro-batch into a single output.
 
-    Args:
-        outputs: Pairs of a part's share of the rows and its output.
-        sums: True to sum the losses, which then have weights. False to average the losses by share.
-
-    Returns:
-        The combined output, or None if the task skipped all parts.
+    Losses with weights are summed (`sums`), others averaged. None if the task skipped all parts.
     """
     if len(outputs) == 1:
         return outputs[0][1]
@@ -576,17 +553,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Choose how optimizer steps run: return a `PlainStep` or a subclass that suits the task and the strategy.
-
-    Args:
-        trainer: Trainer of the run.
-        task: Task to be trained.
-        model: The task as the strategy has wrapped it.
-        splits: False to ignore `auto_micro_batch`.
-
-    Raises:
-        ConfigurationError: The task and the strategy or a Trainer argument cannot be combined.
-    """
+    """Choose how optimizer steps run: return a `PlainStep` or a subclass that suits the task and the strategy."""
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )

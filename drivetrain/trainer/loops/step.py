@@ -44,11 +44,7 @@ class StepOutput:
         self._step = f"{task_name}.training_step"
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """Return the loss that `training_step` returned, directly or in a dict, or None for a skipped batch.
-
-        Raises:
-            ConfigurationError: The output is not a tensor, a dict with a loss or None.
-        """
+        """Return the loss that `training_step` returned, directly or in a dict, or None for a skipped batch."""
         if isinstance(output, Tensor):
             return output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
@@ -81,11 +77,7 @@ class StepOutput:
         return isinstance(output, Mapping) and "weight" in output
 
     def weight_of(self, output: Any) -> Tensor | float:
-        """Return the weight that `training_step` returned with its loss, such as the number of tokens.
-
-        Raises:
-            ConfigurationError: The output has no weight.
-        """
+        """Return the weight that `training_step` returned with its loss, such as the number of tokens."""
         if self.has_weight(output):
             weight: Tensor | float = output["weight"]
             return weight
@@ -104,10 +96,6 @@ class StepOutput:
         """Raise a `ConfigurationError` that explains why the backward of a loss has failed or would fail.
 
         Does nothing if the loss itself is valid.
-
-        Args:
-            loss: Loss that `training_step` returned.
-            error: Error of the backward pass, or None before it.
         """
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
@@ -147,9 +135,6 @@ class DummyLoss:
 
     The strategy's wrapper may have a parameter `presence` with the value zero, which is added to each real loss. Its
     all-reduced gradient is above zero if any rank had a real batch.
-
-    Attributes:
-        was_dummy: True if the task skipped the most recent batch.
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module | None, names: Sequence[str] = ()) -> None:
@@ -234,11 +219,6 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
     The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
     batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
     the current batch.
-
-    Args:
-        task: Task with the step.
-        name: Name of the step, such as `"training_step"`.
-        following: Function that returns the next tuple of three for `dataloader_iter`, or None at the end.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
@@ -273,12 +253,7 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """Iterator over one evaluation loader, shared by the loop and a step that reads further batches itself.
-
-    Attributes:
-        batch: The most recent batch.
-        index: The index of the most recent batch.
-    """
+    """Iterator over one evaluation loader, shared by the loop and a step that reads further batches itself."""
 
     def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
         self._batches, self._loader, self._current = iter(batches), loader, current
@@ -326,14 +301,7 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 def bind_step(
     model: nn.Module, step: Callable[..., Any], strategy: Strategy, precision: Precision
 ) -> Callable[..., Any]:
-    """Return a function that runs a task's step through the strategy's wrapper, such as DDP, and with autocast.
-
-    Args:
-        model: The task as the strategy has wrapped it.
-        step: Bound method of the task, such as `training_step`.
-        strategy: Strategy of the run.
-        precision: Precision of the run, for example autocast to bf16.
-    """
+    """Return a function that runs a task's step through the strategy's wrapper, such as DDP, and with autocast."""
     # A bare `StepModule` would only call the step, so its overhead is avoided. Forward hooks need the call.
     if isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks):
         return under_precision(step, precision)
@@ -351,12 +319,6 @@ def bind_evaluation_step(
 
     If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
     then sent to all other ranks.
-
-    Args:
-        trainer: Trainer of the run.
-        task: Task with the step.
-        model: The task as the strategy has wrapped it.
-        step: Validation, test or predict step.
     """
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.view(model, "evaluate")
@@ -708,12 +670,6 @@ def choose_zero_grad(
     """Return a zero-grad function for all optimizers, and True if it may be called before the forward.
 
     It must run later, before the backward, if hooks or an override in the task observe the call.
-
-    Args:
-        trainer: Trainer of the run.
-        task: Task to be trained.
-        optimizers: Optimizers of the task, not wrapped.
-        hooks: Hooks of the run.
     """
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
@@ -737,12 +693,7 @@ def choose_zero_grad(
 
 
 def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
-    """Clear the gradients of the optimizers' parameters, and of `beside`, a parameter that no optimizer has.
-
-    Args:
-        optimizers: Optimizers whose gradients are cleared.
-        beside: Parameter that belongs to no optimizer, or None.
-    """
+    """Clear the gradients of the optimizers' parameters, and of `beside`, a parameter that no optimizer has."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     if beside is not None:

@@ -74,9 +74,6 @@ class LoggedValue:
     """Values that a task logs under one name in one stage, together with the options of that name.
 
     The values are detached tensors that stay on their device until they are reduced.
-
-    Attributes:
-        stepped: True if a step logged a value that `end_evaluation_batch` has not returned yet.
     """
 
     __slots__ = (
@@ -202,9 +199,6 @@ class LoggedValue:
         """Return the values logged under one name and their `self.log` options as a dict for a checkpoint.
 
         Stored values are not reduced first: another order of additions would change the result of the epoch.
-
-        Args:
-            mark: Moment whose contents are returned, or None for the current contents.
         """
         then = mark or self.mark()
         pending = then.pending[: then.kept]
@@ -236,8 +230,7 @@ class LoggedValue:
     def portable(self, fold: bool = True) -> dict[str, Any]:
         """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks.
 
-        Args:
-            fold: False to leave stored values out of the total.
+        With `fold=False`, stored values are not part of the total.
         """
         if fold:
             self.fold()
@@ -272,23 +265,14 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """Result of one logged name for a whole epoch, reduced over all batches and ranks.
-
-    Attributes:
-        name: Name under which it was logged.
-        epoch_name: Name with the suffix `_epoch` if the value of each step is kept too.
-        prog_bar: True if the progress bar shows it.
-        logger: True if trackers receive it.
-        value: The reduced value.
-        loader: Index of the evaluation loader that it belongs to, or None if it belongs to all.
-    """
+    """Result of one logged name for a whole epoch, reduced over all batches and ranks."""
 
     name: str
-    epoch_name: str
+    epoch_name: str  # with the suffix `_epoch` if the value of each step is kept too
     prog_bar: bool
     logger: bool
     value: Value
-    loader: int | None
+    loader: int | None  # evaluation loader that it belongs to, or None for all
 
 
 def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
@@ -344,16 +328,7 @@ def moments_of(
 ) -> tuple[bool, bool]:
     """Return whether `self.log` stores a value at two moments: for its step, and for its epoch.
 
-    Args:
-        name: Name of the value.
-        scope: Part of the run in which it is logged.
-        arguments: Arguments of `self.log`, for error messages.
-        on_step: Argument of `self.log`, or None for the default.
-        on_epoch: Argument of `self.log`, or None for the default.
-        known: Value that was logged under this name with other options before, or None.
-
-    Raises:
-        ConfigurationError: Logging is not allowed in this part of the run, or the options are in conflict.
+    `known` holds what was logged under this name with other options before.
     """
     if scope.on_step is None:
         raise ConfigurationError(
@@ -389,11 +364,7 @@ def moment_of(scope: LogScope) -> str:
 
 
 class EvaluationCounts(dict[str, int]):
-    """Numbers of evaluated batches, by stage and loader. Validations within `fit` are counted separately.
-
-    Attributes:
-        alone: True during `validate` and `test`, False during `fit`.
-    """
+    """Numbers of evaluated batches, by stage and loader. Validations within `fit` are counted separately."""
 
     alone = False
 
@@ -459,11 +430,7 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction that `self.log(reduce_fx=...)` asks for: a name, such as `"mean"`, or a function.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-    """
+    """Return the reduction that `self.log(reduce_fx=...)` asks for: a name, such as `"mean"`, or a function."""
     if callable(reduce_fx):
         return reduce_fx  # type: ignore[no-any-return]
     word = str(reduce_fx).lower()
@@ -568,11 +535,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Let each call of `self.log` in the `with` block raise an error, for example in a transfer hook.
-
-        Args:
-            scope: Scope that does not allow logging. The error message names it.
-        """
+        """Let each call of `self.log` in the `with` block raise an error, for example in a transfer hook."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
@@ -620,14 +583,7 @@ class LoggedValues:
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
         """Store a value that a task logs with `self.log`, or raise an error if its options are invalid.
 
-        Args:
-            name: Name of the value.
-            value: Scalar tensor, number or torchmetrics object.
-            arguments: Other arguments of `self.log`, in the order of `ARGUMENTS`.
-            batch_size: Weight of the value in a mean, or None for the number of rows in the batch.
-
-        Raises:
-            ConfigurationError: The value is not a scalar, or logging under this name is not allowed.
+        `batch_size` is its weight in a mean, by default the number of rows of the batch.
         """
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
@@ -729,11 +685,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return another key for a name that two loaders have logged. The default raises `ConfigurationError`.
-
-        Raises:
-            ConfigurationError: The name belongs to another loader.
-        """
+        """Return another key for a name that two loaders have logged. The default raises `ConfigurationError`."""
         raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Set add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
@@ -749,11 +701,7 @@ class LoggedValues:
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """Return the values logged in the current epoch on this rank, and earlier results, for a checkpoint.
-
-        Args:
-            mark: Moment whose values are returned, or None for the current values.
-        """
+        """Return the values logged in the current epoch on this rank, and earlier results, for a checkpoint."""
         then = mark or self.mark()
         return {
             "train": [entry.state_dict(at) for entry, at in then.entries],
@@ -787,12 +735,7 @@ class LoggedValues:
     # Values for trackers and callbacks
 
     def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
-        """Return the values that `training_step` has logged last, by name.
-
-        Args:
-            for_logger: True to return only values for trackers.
-            for_bar: True to return only values for the progress bar.
-        """
+        """Return the values that `training_step` has logged last, by name."""
         return {
             entry.step_name: entry.last
             for entry in self._tables["train"].values()
@@ -818,12 +761,7 @@ class LoggedValues:
 
         Runs no collective, because a rank that failed would not take part.
 
-        Args:
-            exchange: Function that sends a text to all ranks and returns their texts, or None if some ranks do not
-                reply.
-
-        Returns:
-            The values, and the names of those that could not be reduced and are this rank's own.
+        `exchange` sends a text to all ranks and returns theirs, or None if some do not reply.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         latest = to_numbers(latest_of(entries))
@@ -837,9 +775,7 @@ class LoggedValues:
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
         """Return the newest value of each logged name, for callbacks that read `trainer.callback_metrics`.
 
-        Args:
-            with_evaluation_steps: False to leave out single steps of validation and test.
-            newest: True to prefer a step's value over the result of the last epoch.
+        With `newest`, a value of a step precedes the result of the last epoch.
         """
         values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
@@ -854,11 +790,7 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch. Return the values that its step logged, and how many batches came before it.
-
-        Returns:
-            The values by name, and the number of batches that were evaluated before.
-        """
+        """Count an evaluated batch. Return the values that its step logged, and how many batches came before it."""
         number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
         for entry in self._current.values():
@@ -875,8 +807,7 @@ class LoggedValues:
     def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
         """Return the newest values that were logged with `prog_bar=True`, by name, for the progress bar.
 
-        Args:
-            with_evaluation_steps: True to include single steps of validation and test outside these stages too.
+        `with_evaluation_steps` adds single steps of validation and test outside these stages.
         """
         values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
         entries: list[LoggedValue] = []
@@ -892,13 +823,7 @@ class LoggedValues:
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
         """Finish an epoch: reduce each logged value over batches and ranks, and return the results.
 
-        Args:
-            stage: Stage of the epoch, such as `"train"`.
-            task: Task with the metrics that were logged.
-            keep: False for a sanity check, whose results callbacks see only until training begins.
-
-        Returns:
-            The results, one for each logged name.
+        With `keep=False`, as in a sanity check, callbacks see the results only until training begins.
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         local = {name: entry.portable() for name, entry in fresh.items()}
@@ -943,11 +868,7 @@ class LoggedValues:
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return `computed`, the result of a torchmetrics object's `compute()`, as a scalar or None.
-
-        Raises:
-            ConfigurationError: The result is not a single number.
-        """
+        """Return `computed`, the result of a torchmetrics object's `compute()`, as a scalar or None."""
         if computed is None:
             return None
         if isinstance(computed, Tensor) and computed.numel() == 1:
@@ -967,12 +888,7 @@ class LoggedValues:
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Restore from a checkpoint which metrics have finished their epoch, so that `reset_finished` resets them.
-
-        Args:
-            task: Task that contains the metrics.
-            paths: Module paths of the metrics.
-        """
+        """Restore from a checkpoint which metrics have finished their epoch, so that `reset_finished` resets them."""
         self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
@@ -993,11 +909,7 @@ class LoggedValues:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Discard logged values and reset their metrics when `fit`, `validate`, `test` or `predict` begins.
-
-        Args:
-            evaluates_alone: True for `validate`, `test` and `predict`, False for `fit`.
-        """
+        """Discard logged values and reset their metrics when `fit`, `validate`, `test` or `predict` begins."""
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
@@ -1008,12 +920,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Remember numbers that `self.log` did not record, for `trainer.callback_metrics` and the progress bar.
-
-        Args:
-            values: Values for callbacks, by name.
-            bar: Values for the progress bar, by name, or None.
-        """
+        """Remember numbers that `self.log` did not record, for `trainer.callback_metrics` and the progress bar."""
         self._epoch.update(values)
         self._bar.update(bar or {})
 
@@ -1065,19 +972,12 @@ _REDUCTION = 4  # index in `ARGUMENTS`
 
 
 class _Call(NamedTuple):
-    """Call of `self.log` that was recorded for one part of a micro-batch.
-
-    Attributes:
-        value: Logged value.
-        arguments: Other arguments of `self.log`, in the order of `ARGUMENTS`.
-        rows: Weight of the value in a mean.
-        rows_given: True if the caller passed `batch_size`.
-    """
+    """Call of `self.log` that was recorded for one part of a micro-batch."""
 
     value: Any
-    arguments: tuple[Any, ...]
-    rows: float
-    rows_given: bool
+    arguments: tuple[Any, ...]  # in the order of `ARGUMENTS`
+    rows: float  # weight of the value in a mean
+    rows_given: bool  # the caller passed `batch_size`
 
 
 class HeldBack:
@@ -1095,11 +995,7 @@ class HeldBack:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect the `self.log` calls of the `with` block, which runs a part of micro-batch number `place`.
-
-        Args:
-            place: Index of the micro-batch within the optimizer step.
-        """
+        """Collect the `self.log` calls of the `with` block, which runs a part of micro-batch number `place`."""
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:
@@ -1110,11 +1006,7 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log the values of micro-batch number `place`: combine those of its parts, and log each name once.
-
-        Args:
-            place: Index of the micro-batch within the optimizer step.
-        """
+        """Log the values of micro-batch number `place`: combine those of its parts, and log each name once."""
         parts = self._parts.get(place, [])
         for key in dict.fromkeys(key for calls in parts for key in calls):
             found = [calls[key] for calls in parts if key in calls]

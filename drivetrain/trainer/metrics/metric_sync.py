@@ -23,9 +23,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
     Works even if some ranks have not updated the metric.
 
-    Args:
-        metric: The torchmetrics object.
-        select: Function that picks, from the states of all ranks, those that count.
+    `select` picks, from the states of all ranks, those that count.
     """
     with _states_exchanged_whole(metric, select), warnings.catch_warnings():
         # On a rank without batches this warning is wrong, since the states of the other ranks are used.
@@ -38,13 +36,6 @@ def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[
 
     Their samples would otherwise count several times. Used for metrics that a task computes itself. Metrics with their
     own `process_group` or `dist_sync_fn` are left alone.
-
-    Args:
-        metrics: The torchmetrics objects.
-        ranks: Ranks whose states count, or None for all ranks.
-
-    Returns:
-        A function that restores the metrics.
     """
     changed = []
     if ranks is not None:
@@ -160,15 +151,7 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge the metric states that several ranks have saved, each state with the metric's own reduction.
-
-    Args:
-        task: Task that contains the metrics.
-        states: For each rank, its result of `metric_states`.
-
-    Returns:
-        The merged states, in the form of `metric_states`.
-    """
+    """Merge the metric states that several ranks have saved, each state with the metric's own reduction."""
     metrics = find_metrics(task)
     merged: dict[str, Any] = {}
     for path in dict.fromkeys(path for each in states for path in each):
@@ -194,12 +177,7 @@ def _combined(values: list[Any], reduction: Any) -> Any:
 
 
 def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load saved states into the torchmetrics objects of a task, and reset all objects without a saved state.
-
-    Args:
-        task: Task that contains the metrics.
-        states: States by module path, from `metric_states`.
-    """
+    """Load saved states into the torchmetrics objects of a task, and reset all objects without a saved state."""
     for path, metric in find_metrics(task).items():
         metric.reset()
         saved = states.get(path)

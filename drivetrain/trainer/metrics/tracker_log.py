@@ -111,10 +111,6 @@ class TrackerLog:
         """Compute the epoch's result of each name that was logged in a stage. Runs a collective on all ranks.
 
         The results of training are also written to the trackers.
-
-        Args:
-            stage: Stage of the epoch.
-            keep: False for a sanity check, whose results are discarded.
         """
         trainer = self.trainer
         assert trainer.task is not None
@@ -144,10 +140,6 @@ class TrackerLog:
         """Send numbers to this rank's experiment trackers, without waiting until they are written.
 
         Does nothing on ranks whose trackers do not write.
-
-        Args:
-            values: Numbers by name.
-            step: Number of the step.
         """
         trainer = self.trainer
         if trainer.tracker_group.writes_here:
@@ -161,8 +153,7 @@ class TrackerLog:
 
         If not all ranks arrive here within a second, trackers receive the values of this rank alone.
 
-        Args:
-            though_not_due: True to write the values even if `log_every_n_steps` does not select this step.
+        `though_not_due` also writes a step that `log_every_n_steps` does not select.
         """
         is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:
@@ -197,11 +188,7 @@ class TrackerLog:
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Call `write` while an exception is handled. Suppress its own exceptions, which would hide the first.
-
-        Args:
-            write: Function that writes values.
-        """
+        """Call `write` while an exception is handled. Suppress its own exceptions, which would hide the first."""
         with suppress(Exception):
             write()
 
@@ -226,12 +213,7 @@ class TrackerLog:
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:
-        """Close the run in each tracker, with its status. After a completed training, also log the best checkpoint.
-
-        Args:
-            error: Exception that ended the run, or None.
-            is_training: True for `fit`.
-        """
+        """Close the run in each tracker, with its status. After a completed training, also log the best checkpoint."""
         trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)

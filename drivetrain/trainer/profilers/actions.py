@@ -171,11 +171,7 @@ class Actions:
 
 
 def make_profiler(given: Profiler | str) -> Profiler:
-    """Create the profiler that the Trainer's argument `profiler` names. A `Profiler` is returned unchanged.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-    """
+    """Create the profiler that the Trainer's argument `profiler` names. A `Profiler` is returned unchanged."""
     if isinstance(given, Profiler):
         return given
     name = given.lower() if isinstance(given, str) else ""

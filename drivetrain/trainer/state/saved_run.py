@@ -61,13 +61,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     Also used if the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run, so
     that sums over an epoch stay complete.
 
-    Args:
-        directory: Directory of the checkpoint.
-        strategy: Strategy of this run.
-        task: Task that contains the metrics.
-
-    Returns:
-        The merged state, or {} if the checkpoint contains no logged values.
+    Returns {} if the checkpoint has no logged values.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -252,20 +246,8 @@ class Directories(CheckpointFormat):
     ) -> PendingSave:
         """Write a checkpoint of a Trainer's run into a directory. All ranks must call this together.
 
-        Args:
-            trainer: Trainer whose run is saved.
-            path: Directory of the checkpoint.
-            weights_only: If True, save only weights and hyper-parameters.
-            block: If True, return only once the checkpoint is on disk.
-            write: Function that writes the state in another format, with the arguments of `SaveQueue.save`. None uses
-                `SaveQueue.save` itself.
-            keeps_objects: If True, hyper-parameters may be arbitrary objects, which the other format must support.
-
-        Returns:
-            The save, which can be waited for.
-
-        Raises:
-            CheckpointError: If there is no placed task to save.
+        `write` writes the state in another format, with the arguments of `SaveQueue.save`. With `keeps_objects`, hyper-
+        parameters may be arbitrary objects. Returns the save, which can be waited for.
         """
         placed = trainer.task_run
         task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
@@ -554,10 +536,6 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
     """Return a copy of a loader's state dict whose position is the first batch of the given epoch.
 
     The states of random generators in it are not changed.
-
-    Args:
-        state: Result of a loader's `state_dict`.
-        epoch: Index of the epoch.
     """
     if "loaders" in state:
         return {
@@ -570,13 +548,7 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Move a loader past the first `batches` of an epoch, for a checkpoint without the loader's position.
-
-    Args:
-        loader: Prepared training loader.
-        epoch: Index of the epoch.
-        batches: Number of batches to skip.
-    """
+    """Move a loader past the first `batches` of an epoch, for a checkpoint without the loader's position."""
     loader.set_epoch(epoch)
     if not batches:
         return
@@ -597,9 +569,6 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
     """Return the checkpoint to resume: the argument of `fit`, else `DRIVETRAIN_RESUME` from the environment.
 
     Returns None if there is neither. The environment variable counts only for the first `fit` of a process.
-
-    Args:
-        given: Argument of `fit`.
     """
     asked = os.environ.pop(RESUME_VARIABLE, None)
     return asked if given is None else given
@@ -610,14 +579,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
 
     All ranks must call this together, since `"auto"` runs a collective.
 
-    Args:
-        trainer: Trainer of the run.
-        given: Path, or None. `"best"` and `"last"` refer to the `ModelCheckpoint`. `"auto"` is the newest checkpoint of
-            earlier runs, if any.
-
-    Raises:
-        ConfigurationError: The `ModelCheckpoint` has no such checkpoint.
-        CheckpointError: `"auto"` could not search for checkpoints.
+    `"best"` and `"last"` are those of the `ModelCheckpoint`. `"auto"` is the newest checkpoint of earlier runs.
     """
     if given is None:
         return None

@@ -63,11 +63,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the batch-size attribute for a search. Raise an error if there is none or loaders were given.
-
-    Raises:
-        ConfigurationError: There is no such attribute, or data loaders were passed to `fit`, whose batch size is fixed.
-    """
+    """Return the batch-size attribute for a search. Raise an error if there is none or loaders were given."""
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
@@ -93,12 +89,7 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """Trials of a batch-size search. Each runs a few steps to see whether one batch size fits into memory.
-
-    Attributes:
-        done: Number of trials so far.
-        ended: Reason in words why the search ended.
-    """
+    """Trials of a batch-size search. Each runs a few steps to see whether one batch size fits into memory."""
 
     def __init__(
         self, trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange, attribute: TunedAttribute

@@ -248,12 +248,7 @@ class _Losses(Callback):
 
 
 class _SmoothedLosses:
-    """Exponential moving average of the losses, which detects when the loss has grown too large.
-
-    Attributes:
-        latest: Present average, with bias correction.
-        verdict: Reason in words why the search ended, or "" while it continues.
-    """
+    """Exponential moving average of the losses, which detects when the loss has grown too large."""
 
     def __init__(self, threshold: float | None) -> None:
         self._threshold = threshold

@@ -258,11 +258,7 @@ class MissingAttributeError(ConfigurationError, AttributeError):
 
 
 class TunedAttribute:
-    """Attribute that a search sets, such as `batch_size`, in the task, the data module and their `hparams`.
-
-    Attributes:
-        is_twice_in_task: True if the task holds the number as an attribute and as a hyper-parameter.
-    """
+    """Attribute that a search sets, such as `batch_size`, in the task, the data module and their `hparams`."""
 
     def __init__(self, name: str, task: Task, data: DataModule | None) -> None:
         self.name = name
@@ -271,11 +267,7 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """Find the attribute that a search sets: the first of `names` that the task or the data module has.
-
-        Raises:
-            MissingAttributeError: None of the names exists. `advice` is part of the message.
-        """
+        """Find the attribute that a search sets: the first of `names` that the task or the data module has."""
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:

@@ -96,11 +96,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Prepare to receive the next step's tensors: allocate buffers with the shapes in `routes`.
-
-        Args:
-            routes: For each micro-batch, the shapes of the tensors that stages exchange.
-        """
+        """Prepare to receive the next step's tensors: allocate buffers with the shapes in `routes`."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -190,12 +186,7 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward of an optimizer step's micro-batches, in the order of the pipeline schedule.
-
-        Args:
-            routes: For each micro-batch, the shapes of the tensors that stages exchange.
-            arguments: For each micro-batch, the keyword arguments of the stages.
-        """
+        """Run forward and backward of an optimizer step's micro-batches, in the order of the pipeline schedule."""
         schedule = self._schedule(len(routes))
         # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:

@@ -137,17 +137,7 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Return the pipeline stage of each parameter, buffer and submodule of a module, as a `StageLayout`.
-
-    Args:
-        module: The module to split.
-        splits: Names of the modules at which stages 1, 2, ... begin.
-        placed: Stages of modules or parameters, by name, that differ from the order of registration.
-        argument: The name of the option for `splits`, for error messages.
-
-    Raises:
-        ConfigurationError: A name is unknown or out of order, or two stages would share a parameter.
-    """
+    """Return the pipeline stage of each parameter, buffer and submodule of a module, as a `StageLayout`."""
     count = len(splits) + 1
     _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _walk(module, splits)}
@@ -273,17 +263,11 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Reference to a tensor by the module that returned it, the number of the call, and its place in the output.
-
-    Attributes:
-        module: The module's name.
-        call: The index of the module's call.
-        leaf: The index of the tensor in the flattened output.
-    """
+    """Reference to a tensor by the module that returned it, the number of the call, and its place in the output."""
 
     module: str
-    call: int
-    leaf: int
+    call: int  # index of the module's call
+    leaf: int  # index in the flattened output
 
 
 @dataclass(frozen=True)

@@ -311,11 +311,7 @@ def _flat(name: str) -> str:
 
 
 class StageState:
-    """Saves and loads the state of a model that is split into pipeline stages, whichever rank holds a tensor.
-
-    Attributes:
-        group: The process group of the pipeline.
-    """
+    """Saves and loads the state of a model that is split into pipeline stages, whichever rank holds a tensor."""
 
     def __init__(
         self, bare: nn.Module, name: str, layout: StageLayout, group: dist.ProcessGroup, ranks: Sequence[int]

@@ -28,11 +28,7 @@ _version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
-    """Extension of a sharded weight, which makes FSDP gather the weight in float8 to save communication.
-
-    Attributes:
-        twin: A second layer whose weight is torchao's tensor subclass over the same shard.
-    """
+    """Extension of a sharded weight, which makes FSDP gather the weight in float8 to save communication."""
 
     def __init__(self, layer: Any) -> None:
         from torchao.float8.float8_linear import Float8Linear
