@@ -29,8 +29,7 @@ class Search:
     def first(self, largest_first: bool = True) -> list[int] | None:
         """Search for a packing. Return each item's bin index, or None if none is found within `most_steps`.
 
-        Args:
-            largest_first: True to place items in the order of decreasing size, False to place them in the given order.
+        Items are placed by decreasing size, or in the given order with `largest_first=False`.
         """
         order = list(range(len(self.sizes)))
         if largest_first:

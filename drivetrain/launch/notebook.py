@@ -102,9 +102,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 def sent(value: Any, has_script: bool) -> bytes:
     """Serialize a value for a new Python process with pickle, or with cloudpickle if pickle cannot do it.
 
-    Args:
-        value: The value.
-        has_script: True if the new process imports the running script, so that its functions need no copy.
+    With `has_script`, the new process imports the running script, so its functions need no copy.
     """
     cloud = cloudpickle_module()
     if has_script or cloud is None:
@@ -425,9 +423,7 @@ class Processes:
 
         After a failure, the other processes are terminated.
 
-        Raises:
-            NotebookError: A process failed.
-            InterruptedProcessesError: The processes ended after an interrupt, and the first one returned a value.
+        Raises `InterruptedProcessesError` if they ended after an interrupt and the first one returned a value.
         """
         try:
             with self._signals_forwarded():

@@ -92,8 +92,7 @@ class Stream:
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 
-        Args:
-            last: True to return everything, after the process has ended.
+        With `last`, after the process has ended, everything is returned.
         """
         if last:
             self._reader.join(STOP_PATIENCE)  # an orphaned child process may keep the pipe open
@@ -316,13 +315,6 @@ def reserved(
     """Return a context that yields one Ray worker for each rank, once Ray has the resources for all of them.
 
     Yields an empty list if a signal stopped the wait for free resources.
-
-    Args:
-        ray: The `ray` module.
-        options: The options of the launch.
-        count: The number of workers.
-        on_devices: True to reserve a GPU for each.
-        stopped: Returns True to stop waiting.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

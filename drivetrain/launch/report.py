@@ -133,12 +133,8 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
     """Return a message for the user about a failed rank, with cause, machine and traceback.
 
-    Args:
-        failure: The failure.
-        world_size: Number of ranks in the run.
-        then: What happens next. Empty states that the other processes were stopped.
-        advise: True to add likely causes of a fatal signal.
-        debug: True if processes already compare their calls, so that this is not suggested.
+    `then` states what happens next, by default that the others were stopped. With `advise`, a fatal signal gets its
+    likely causes. With `debug`, calls are compared already, so this is not suggested.
     """
     peers = world_size - 1
     stopped = f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."

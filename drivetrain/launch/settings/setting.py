@@ -40,9 +40,7 @@ class Setting:
     def parse(self, value: Any, where: str) -> Any:
         """Parse a setting's value, such as a flag's text, into its type. None if the value means unset.
 
-        Args:
-            value: The value, such as the text after a flag.
-            where: The flag, key or variable to name in an error message.
+        `where` names the flag, key or variable in an error message.
         """
         if value is None or (self.auto and str(value).strip().lower() in ("auto", "none", "")):
             return None

@@ -342,14 +342,7 @@ def collect(
 
     The first of these sources that has a setting wins.
 
-    Args:
-        flags: The values of flags, by name of the setting.
-        environ: The environment.
-        config_file: The path of the configuration file. None uses the user's own, if it exists.
-        job: The settings that follow from the SLURM job.
-
-    Returns:
-        Each given setting with its value and its source.
+    Without a `config_file`, it is the user's own, if that exists.
     """
     from_flags: dict[str, Given] = {}
     for name, value in flags.items():

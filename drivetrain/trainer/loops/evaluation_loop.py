@@ -315,14 +315,8 @@ def evaluate(
 ) -> list[R]:
     """Run `validate`, `test` or `predict`: prepare the task, call `run`, clean up, and return the result.
 
-    Args:
-        trainer: Trainer of the evaluation.
-        stage: Validation, test or prediction.
-        model: The task, or None for the one of the last `fit`.
-        dataloaders: One or several loaders, a data module, or None.
-        datamodule: Data module that provides the loaders, or None.
-        ckpt_path: Checkpoint from which to restore the weights, or None.
-        run: Function that evaluates. It receives the task, its prepared model and the source of its loaders.
+    `run` gets the task, its prepared model and the source of its loaders. Without a `model`, it is the last one of
+    `fit`.
     """
     if isinstance(dataloaders, DataModule):
         dataloaders, datamodule = None, dataloaders

@@ -331,11 +331,7 @@ class FitLoop:
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call all `on_train_epoch_start` hooks. A subclass may skip those that ran before the resume (`is_again`).
-
-        Args:
-            is_again: True if a resumed run already called the hooks for this epoch before its checkpoint.
-        """
+        """Call all `on_train_epoch_start` hooks. A subclass may skip those that ran before the resume (`is_again`)."""
         self._call(self._hooks.find("on_train_epoch_start"))
 
     def _call(self, hooks: Iterable[Callable[[], Any]]) -> None:

@@ -238,8 +238,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
     """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units.
 
-    Raises:
-        ConfigurationError: A resumed run did not count this unit from its start.
+    Raises a `ConfigurationError` if a resumed run did not count the unit from its start.
     """
     units = _units_in_use(trainer)
     progress = trainer.progress

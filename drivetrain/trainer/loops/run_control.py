@@ -408,12 +408,7 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Restore saved stop requests: if `stopped`, the resumed run stays stopped until `askers` withdraw them.
-
-        Args:
-            stopped: True if a callback had stopped the saved run for good.
-            askers: Keys of the stop requests.
-        """
+        """Restore saved stop requests: if `stopped`, the resumed run stays stopped until `askers` withdraw them."""
         self.withdraw_stop()
         if stopped:
             for asker in askers or [""]:
@@ -487,15 +482,8 @@ class RunControl:
 
         All ranks must call this after an equal number of batches.
 
-        Args:
-            saves: Queue of background saves. If a save has failed on any rank, all ranks raise.
-            wishes: Further flags to combine over ranks by "or".
-
-        Returns:
-            The combined flags of `wishes`.
-
-        Raises:
-            CheckpointError: A background save has failed on any rank.
+        Flags in `wishes` are combined over ranks by "or" and returned. If a save of `saves` has failed anywhere, all
+        raise.
         """
         # A failed save is exchanged too: if one rank raised alone, the others would hang in their next collective.
         lost = saves is not None and saves.has_lost
@@ -539,9 +527,6 @@ class RunControl:
         """Return True if a requested stop may take effect: all ranks know of it, and `min_steps` is reached.
 
         The minimum is `min_epochs` and `min_steps`. A signal or a limit such as `max_steps` overrides it.
-
-        Args:
-            epoch_length: Number of batches per epoch.
         """
         if self._world_size > 1 and not self.stop_agreed:
             return False
@@ -564,12 +549,7 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if training is done and no further epoch begins. Record the reason, such as `max_epochs`.
-
-        Args:
-            epoch_length: Number of batches per epoch.
-            is_resuming: True if the next epoch continues a checkpoint.
-        """
+        """Return True if training is done and no further epoch begins. Record the reason, such as `max_epochs`."""
         options, progress = self.options, self._progress
         if self._forced:
             return True  # `finish` records the reason, once all signals are known
@@ -597,9 +577,6 @@ class RunControl:
         """Finish the run: record the reason why training ended, which `trainer.stop_reason` returns.
 
         A signal or `max_time` takes precedence over other reasons.
-
-        Args:
-            trained: True if at least one epoch has begun.
         """
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
@@ -810,14 +787,7 @@ class ValidationSchedule:
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Set the epoch's number of batches, so that a fraction in `val_check_interval` becomes a batch count.
-
-        Args:
-            batches: Number of training batches per epoch, or infinity if unknown.
-
-        Raises:
-            ConfigurationError: The interval does not fit an epoch of this length.
-        """
+        """Set the epoch's number of batches, so that a fraction in `val_check_interval` becomes a batch count."""
         self._limit = batches
         self._every, self._after = FOREVER, None
         if not self._exists:

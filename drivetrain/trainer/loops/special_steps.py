@@ -66,9 +66,6 @@ class ClosureStep(PlainStep):
         """Run one optimizer step, in which the optimizer calls a closure. Return True if an optimizer stepped.
 
         The closure may process the micro-batches several times. The batch hooks run only once.
-
-        Args:
-            window: Micro-batches of the step.
         """
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
@@ -259,12 +256,7 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Run `training_step` on one micro-batch of a pipeline schedule. With `probe`, run only the forward.
-
-        Args:
-            micro_batch: Batch to process.
-            probe: True to run only the forward, and to discard what it logs.
-        """
+        """Run `training_step` on one micro-batch of a pipeline schedule. With `probe`, run only the forward."""
         self._enter(micro_batch)
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         if probe:
@@ -344,9 +336,6 @@ class SplitStep(PlainStep):
 
         If memory runs out, the micro-batches are split into smaller parts, and the step is tried again. The number of
         parts is kept for the steps that follow.
-
-        Args:
-            window: Micro-batches of the step.
         """
         for micro_batch in window:
             self._show(micro_batch)
@@ -408,15 +397,7 @@ class SplitStep(PlainStep):
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
         """Compute a step's gradients part by part, and return the output of `training_step` for each micro-batch.
 
-        Args:
-            window: Micro-batches of the step.
-            failure: Error of the previous attempt, or None at the first attempt.
-
-        Returns:
-            The outputs of `training_step`, one per micro-batch.
-
-        Raises:
-            ConfigurationError: Memory is still exhausted although the batches cannot be split further.
+        `failure` is the error of the previous attempt, if any.
         """
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         # More parts were asked for, but each part already consists of a single row.
@@ -445,10 +426,7 @@ class SplitStep(PlainStep):
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
         """Run forward and backward on some rows of a micro-batch, and return the output of `training_step`.
 
-        Args:
-            taken: These rows as a batch.
-            share: Weight of the whole micro-batch in the mean over all ranks.
-            part: Weight of these rows in this rank's optimizer step.
+        `share` weighs the whole micro-batch in the mean over all ranks, `part` these rows in the step of this rank.
         """
         self._current.batch, self._current.batch_info = taken.batch, taken.info
         self._logged.skips = share == 0.0

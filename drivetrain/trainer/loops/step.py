@@ -416,11 +416,7 @@ class PlainStep:
         self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step over the micro-batches in `window`. Return True if an optimizer stepped.
-
-        Args:
-            window: Micro-batches whose gradients are accumulated for the step.
-        """
+        """Run one optimizer step over the micro-batches in `window`. Return True if an optimizer stepped."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
@@ -432,9 +428,6 @@ class PlainStep:
         """Compute the gradients of a step and discard them, to find out whether the batches fit into memory.
 
         No optimizer steps, and the gradients are not reduced over ranks.
-
-        Args:
-            window: Micro-batches of the step.
         """
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
@@ -566,16 +559,7 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Finish an optimizer step: count it, step the schedulers and call hooks. Return True if `steps` > 0.
-
-        Args:
-            window: Micro-batches of the step.
-            output: Output of `training_step` for the last micro-batch.
-            steps: Number of steps that optimizers took.
-
-        Returns:
-            True if an optimizer stepped.
-        """
+        """Finish an optimizer step: count it, step the schedulers and call hooks. Return True if `steps` > 0."""
         progress, last = self._progress, window[-1]
         self._engine.close()
         if self._taken:
@@ -647,11 +631,7 @@ class ManualStep(PlainStep):
         """Do nothing: with manual optimization, gradients cannot be computed without steps of the optimizers."""
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run a `training_step` that steps the optimizers itself. Return True if any optimizer stepped.
-
-        Args:
-            window: List with the batch.
-        """
+        """Run a `training_step` that steps the optimizers itself. Return True if any optimizer stepped."""
         self._begin(window)
         self._engine.steps_taken = 0
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)

@@ -392,10 +392,7 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
     """Reduce all ranks' totals of a logged value to the epoch's result, or None if no rank has a total.
 
-    Args:
-        entry: The value on this rank, or None if this rank did not log it.
-        local: Total of this rank, which is the only one used with `sync_dist=False`.
-        everyone: Totals of all ranks that logged the value.
+    With `sync_dist=False`, only the total of this rank (`local`) is used.
     """
     first = everyone[0]
     parts = everyone
@@ -457,12 +454,7 @@ def latest_of(entries: Iterable[LoggedValue]) -> dict[str, Value]:
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the latest step values by name, each combined over all ranks, for example as their mean.
-
-    Args:
-        entries: Logged values, with their reductions.
-        everyone: For each rank, its latest step values by name.
-    """
+    """Return the latest step values by name, each combined over all ranks, for example as their mean."""
     values: dict[str, float] = {}
     for entry in entries_to_sync(entries):
         found = [each[entry.step_name] for each in everyone if entry.step_name in each]
