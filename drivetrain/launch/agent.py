@@ -186,15 +186,10 @@ class LocalRanks:
             )
         return failures
 
-    def was_preempted(self) -> bool:
-        """Return True if the ranks have ended because of a preemption and have saved a state to resume from."""
+    def ended_with(self, exit_code: int) -> bool:
+        """Return True if the first failure that ends the run has this exit code, such as that of a preemption."""
         failures = self.failures(with_lost=False)
-        return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
-
-    def was_interrupted(self) -> bool:
-        """Return True if the run ended because a rank was interrupted by Ctrl-C."""
-        failures = self.failures(with_lost=False)
-        return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
+        return bool(failures) and first_failure(failures).exit_code == exit_code
 
     def _record(self, local: int) -> FailureRecord | None:
         return read_record(self._error_files[local])
@@ -320,42 +315,27 @@ class Peers:
 
     def publish(self, failure: RankFailure | None) -> None:
         """Tell the other machines that the ranks of this one have ended, and with which failure, if any."""
-        if self._machines == 1:
-            return
-        self._write("failed", failure.to_json() if failure is not None else "")
-        self._write_for_all("failed")
+        self._write(f"failed/{self._machine}", failure.to_json() if failure is not None else "")
+        self._write("failed")
 
     def publish_stopping(self) -> None:
-        if self._machines > 1:
-            self._write("stopping", "1")
+        self._write(f"stopping/{self._machine}")
 
     def any_stopping(self) -> bool:
-        try:
-            return any(self._store.check([key]) for key in self._keys("stopping") if self._machines > 1)
-        except RuntimeError:
-            return False
+        return any(self._has([key]) for key in self._keys("stopping"))
 
     def failed_elsewhere(self) -> bool:
-        if self._machines == 1:
-            return False
-        try:
-            return bool(self._store.check([f"{self._prefix}/failed"]))
-        except RuntimeError:
-            # No failure: machine 0, which serves the store, may have finished before the others.
-            self._machines = 1
-            return False
+        return self._has([f"{self._prefix}/failed"])
 
     def collect_stacks(self, own: str) -> str:
         """Collect the stack traces of all machines' ranks for a report about a hang, and return them as one text."""
         if self._machines == 1:
             return own
-        self._write("stacks", own)
-        self._write_for_all("stacks_wanted")
+        self.publish_stacks(own)
+        self._write("stacks_wanted")
         found = [own]
         try:
-            deadline = time.monotonic() + _STACKS_TIME
-            while not self._store.check(self._keys("stacks")) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            self._wait_for_all("stacks", _STACKS_TIME)
             found = []
             for machine, key in enumerate(self._keys("stacks")):
                 here = self._store.check([key])
@@ -366,16 +346,10 @@ class Peers:
 
     def stacks_wanted(self) -> bool:
         """Return True if another machine wants the stack traces of this machine's ranks, to report a hang."""
-        if self._machines == 1:
-            return False
-        try:
-            asked = self._store.check([f"{self._prefix}/stacks_wanted"])
-            return bool(asked) and not self._store.check([f"{self._prefix}/stacks/{self._machine}"])
-        except RuntimeError:
-            return False
+        return self._has([f"{self._prefix}/stacks_wanted"]) and not self._has([self._keys("stacks")[self._machine]])
 
     def publish_stacks(self, own: str) -> None:
-        self._write("stacks", own)
+        self._write(f"stacks/{self._machine}", own)
 
     def is_time_to_poll(self) -> bool:
         """Return True once per second, when the launcher should look at the other machines. Also sends a heartbeat."""
@@ -384,7 +358,7 @@ class Peers:
             return False
         self._next_poll = now + _PEERS_POLL_INTERVAL
         self._beats += 1
-        self._write("alive", str(self._beats))
+        self._write(f"alive/{self._machine}", str(self._beats))
         return True
 
     def lost(self) -> list[int]:
@@ -405,13 +379,9 @@ class Peers:
 
     def all_done(self) -> bool:
         """Announce that this machine has succeeded. Returns True once all machines have done so."""
-        if self._machines == 1:
-            return True
-        self._write("done", "1")
-        try:
-            return self._machines == 1 or bool(self._store.check(self._keys("done")))
-        except RuntimeError:
-            return True  # the machine that serves the store exits only after all machines are done
+        self._write(f"done/{self._machine}")
+        # The machine that serves the store exits only after all machines are done.
+        return self._has(self._keys("done")) or self._machines == 1
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
         """Exchange failures with the other machines, and return the earliest. None if no rank has failed anywhere.
@@ -425,38 +395,40 @@ class Peers:
         self.publish(own)
         found = [own] if own is not None else []
         try:
-            deadline = time.monotonic() + _SETTLE
-            while not self._store.check(self._keys("failed")) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            self._wait_for_all("failed", _SETTLE)
             for key in self._keys("failed"):
                 if self._store.check([key]) and (published := self._store.get(key).decode()):
                     found.append(RankFailure.from_json(published))
             if final:
-                self._await_readers()
+                self._write(f"read/{self._machine}")
+                self._wait_for_all("read", _FAREWELL)
         except RuntimeError:
             pass  # the machine that serves the store exits only after all have read
         return first_failure(found) if found else None
 
-    def _await_readers(self) -> None:
-        self._write("read", "1")
-        deadline = time.monotonic() + _FAREWELL
-        while not self._store.check(self._keys("read")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-
     def _keys(self, what: str) -> list[str]:
         return [f"{self._prefix}/{what}/{machine}" for machine in range(self._machines)]
 
-    def _write(self, what: str, value: str) -> None:
+    def _has(self, keys: list[str]) -> bool:
+        """Return True if the store has all of these keys. False with a single machine, or if the store is gone."""
         try:
-            self._store.set(f"{self._prefix}/{what}/{self._machine}", value)
+            return self._machines > 1 and bool(self._store.check(keys))
+        except RuntimeError:
+            # No failure: machine 0, which serves the store, may have finished before the others.
+            self._machines = 1
+            return False
+
+    def _wait_for_all(self, what: str, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        while not self._store.check(self._keys(what)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _write(self, key: str, value: str = "1") -> None:
+        try:
+            if self._machines > 1:
+                self._store.set(f"{self._prefix}/{key}", value)
         except RuntimeError:
             self._machines = 1
-
-    def _write_for_all(self, what: str) -> None:
-        try:
-            self._store.set(f"{self._prefix}/{what}", "1")
-        except RuntimeError:
-            self._machines = 1  # the machine that serves the store has exited
 
 
 _LOST = "The other ranks continue: it was processing items of a work queue, and its current item goes to another rank."
@@ -485,7 +457,7 @@ class RankAgent(LocalElasticAgent):
         self._attempt = -1  # number of restarts so far, equal on every machine
         self._failed_attempts = 0
         self._machines = 0
-        self._ranks = LocalRanks({}, {}, {})  # ranks of the current attempt
+        self.ranks = LocalRanks({}, {}, {})  # ranks of the current attempt
         self._peers = Peers(None, machine=0, machines=1, attempt=0)
         self._fresh_store: TCPStore | None = None
         self._watching = False  # True while ranks run, so that signals are forwarded to them
@@ -511,14 +483,8 @@ class RankAgent(LocalElasticAgent):
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
         """Return the failure that happened first on any machine, or None if there is none."""
-        failures = self._ranks.failures()
+        failures = self.ranks.failures()
         return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
-
-    def ended_early(self) -> list[int]:
-        return self._ranks.ended_early()
-
-    def all_succeeded(self) -> bool:
-        return self._ranks.all_succeeded()
 
     def restore_signals(self) -> None:
         for number, handler in self._previous_handlers.items():
@@ -571,7 +537,7 @@ class RankAgent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
-        self._ranks = LocalRanks(
+        self.ranks = LocalRanks(
             {local: handler.proc for local, handler in context.subprocess_handlers.items()},
             {worker.local_rank: worker.global_rank for worker in worker_group.workers},
             context.error_files,
@@ -579,7 +545,7 @@ class RankAgent(LocalElasticAgent):
         )
         if self._watchdog is not None:
             global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            self._watchdog.start(self._ranks.pids, global_ranks, self.world_size)
+            self._watchdog.start(self.ranks.pids, global_ranks, self.world_size)
         self.preempted = False
         self.lost = {}
         self._watching, self._stopping = True, False
@@ -588,7 +554,7 @@ class RankAgent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks, peers = self._ranks, self._peers
+        ranks, peers = self.ranks, self._peers
         ranks.poll()
         if self.received is not None and not ranks.any_failed():
             return self._end_by_signal(self.received)
@@ -606,9 +572,9 @@ class RankAgent(LocalElasticAgent):
         if ranks.any_failed():
             self._stopping = True
             ranks.await_other_failures()
-            if ranks.was_preempted():
+            if ranks.ended_with(RESUME_EXIT_CODE):
                 return self._end_preempted()
-            if ranks.was_interrupted():
+            if ranks.ended_with(128 + signal.SIGINT):
                 ranks.wait(ranks.alive(), EXIT_PATIENCE)  # other ranks may still be saving
             failures = ranks.failures()
             peers.publish(first_failure(failures) if failures else None)
@@ -629,7 +595,7 @@ class RankAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Torch also calls this when machines join or leave, which is no failure.
-        ranks, peers = self._ranks, self._peers
+        ranks, peers = self.ranks, self._peers
         if alive := ranks.alive():
             self._stopping = True
             if peers.failed_elsewhere():
@@ -641,7 +607,7 @@ class RankAgent(LocalElasticAgent):
         self._watching = False
         self._raise_if_signalled()
         failure = None
-        if ranks.was_preempted():
+        if ranks.ended_with(RESUME_EXIT_CODE):
             failure = first_failure(ranks.failures())
         elif ranks.failures() or peers.failed_elsewhere():
             failure = self.first_failure(final=False)
@@ -669,7 +635,7 @@ class RankAgent(LocalElasticAgent):
         return bool(self.lost)
 
     def _continue_without_lost(self, worker_group: WorkerGroup) -> RunResult:
-        ranks, peers = self._ranks, self._peers
+        ranks, peers = self.ranks, self._peers
         if not set(ranks.alive()) - set(ranks.lost()):
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
@@ -686,10 +652,10 @@ class RankAgent(LocalElasticAgent):
 
     def _stop_peers(self, locals_: Iterable[int]) -> None:
         """Stop the remaining ranks after one has failed. Before a restart they are killed at once, to save time."""
-        self._ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
+        self.ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
-        ranks, peers = self._ranks, self._peers
+        ranks, peers = self.ranks, self._peers
         self._stopping = True
         ranks.hang = watchdog.failure(reports, peers.collect_stacks(watchdog.describe(reports)))
         peers.publish(ranks.hang)
@@ -708,19 +674,19 @@ class RankAgent(LocalElasticAgent):
         return self._give_up() if leaving else self._failed()
 
     def _end_by_signal(self, number: signal.Signals) -> RunResult:
-        ranks, peers = self._ranks, self._peers
+        ranks, peers = self.ranks, self._peers
         self.ended_by_signal = True
         peers.publish_stopping()
         ranks.forward(ranks.alive(), number)
         if number == signal.SIGINT:
             announce(INTERRUPTED)
         self._await_savers(number)
-        self.preempted = ranks.was_preempted()
+        self.preempted = ranks.ended_with(RESUME_EXIT_CODE)
         return self._give_up()
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
         """Wait until the ranks have saved their state and exited. If one crashes instead, stop the others."""
-        ranks = self._ranks
+        ranks = self.ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
             ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
@@ -752,7 +718,7 @@ class RankAgent(LocalElasticAgent):
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
         if again:
-            self._ranks.send(self._ranks.alive(), signal.SIGKILL)
+            self.ranks.send(self.ranks.alive(), signal.SIGKILL)
         if self.received is None:
             self.received = signal.Signals(number)
         if not self._watching:

@@ -300,14 +300,14 @@ def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
         overdue=agent.overdue,
         grace_period=options.preemption_grace_period,
         preempted=agent.preempted,
-        succeeded=agent.all_succeeded(),
+        succeeded=agent.ranks.all_succeeded(),
         described=_described(options, failure, agent) if failure is not None and failure.text else "",
     )
 
 
 def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -> str:
     then = ""
-    if early := agent.ended_early():
+    if early := agent.ranks.ended_early():
         then = f"Already ended, with exit code 0: rank {', '.join(map(str, early))}. All others were stopped."
     return describe(failure, agent.world_size, then=then, debug=options.compares_calls)
 

@@ -69,11 +69,7 @@ _NOT_ON_RAY = ("main_process_ip", "hang_timeout", "enable_cpu_affinity", "tee", 
 
 GROUPS: dict[str, Group] = {group.name: group for group in (FSDP, DEEPSPEED, GRID, MEGATRON, FP8, DYNAMO, MPI)}
 # Mutually exclusive settings. One of them in a stronger source overrides all others in weaker sources.
-ALTERNATIVES = (
-    ("use_fsdp", "use_deepspeed", "use_megatron_lm"),
-    ("cpu", "multi_gpu", "tpu"),
-    ("module", "no_python"),
-)
+ALTERNATIVES = (("use_fsdp", "use_deepspeed", "use_megatron_lm"), ("cpu", "multi_gpu", "tpu"), ("module", "no_python"))
 
 
 @dataclass(frozen=True)
@@ -323,7 +319,7 @@ class LaunchOptions:
             for key, value in getattr(self, name).items():
                 if key not in keys:
                     raise ConfigurationError(
-                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}",
+                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}"
                     )
                 parsed = keys[key].parse(value, f"{key} in {name}")
                 if parsed is not None:
@@ -337,7 +333,7 @@ class LaunchOptions:
         if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
             other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
             raise ConfigurationError(
-                f"use_parallelism_config and {other} contradict each other. Use a device mesh with use_fsdp only.",
+                f"use_parallelism_config and {other} contradict each other. Use a device mesh with use_fsdp only."
             )
         self._check_values()
         self._check_machines()
@@ -427,13 +423,13 @@ class LaunchOptions:
             if shutil.which(script) is None:
                 raise ConfigurationError(
                     f"Program {script!r} does not exist. Pass its path or a name on PATH, or remove no_python for a "
-                    "Python script.",
+                    "Python script."
                 )
         elif not os.path.exists(script):
             beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
             raise ConfigurationError(
                 f"Script {script!r} does not exist in {os.getcwd()}.{nearest(script, beside)} Pass the path of a "
-                "Python file (or a module's name with -m).",
+                "Python file (or a module's name with -m)."
             )
 
     @property
@@ -459,7 +455,7 @@ class LaunchOptions:
             limit = -1.0
         if not limit >= 0:
             raise ConfigurationError(
-                f"{HANG_TIMEOUT_VARIABLE} is {given!r}, but must be a positive number of seconds, or 0.",
+                f"{HANG_TIMEOUT_VARIABLE} is {given!r}, but must be a positive number of seconds, or 0."
             )
         return limit
 
@@ -499,19 +495,19 @@ class LaunchOptions:
             )
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(
-                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".',
+                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".'
             )
         if self.tee is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigurationError(
                 f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
-                'or these by local rank, such as "0:3,1:1".',
+                'or these by local rank, such as "0:3,1:1".'
             )
 
     def _check_machines(self) -> None:
         numbers = str(self.num_machines).split(":")
         if len(numbers) > 2 or not all(number.strip().removeprefix("-").isdigit() for number in numbers):
             raise ConfigurationError(
-                f'num_machines is {self.num_machines!r}, but must be a number or "MIN:MAX", such as "1:2".',
+                f'num_machines is {self.num_machines!r}, but must be a number or "MIN:MAX", such as "1:2".'
             )
         least, most = int(numbers[0]), int(numbers[-1])
         # The dataclass is frozen.
@@ -522,27 +518,27 @@ class LaunchOptions:
         if most < least:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines!r}, but the maximum cannot be below the minimum. Use "
-                f'"{most}:{least}".',
+                f'"{most}:{least}".'
             )
         if self.machine_rank >= most:
             raise ConfigurationError(
                 f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be 0 to "
-                f"{most - 1}. Set a different rank on each machine, and 0 on the first machine.",
+                f"{most - 1}. Set a different rank on each machine, and 0 on the first machine."
             )
         if most > 1 and not self.main_process_ip:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines}, but main_process_ip is missing. Set it to the address of "
-                "machine 0 on every machine.",
+                "machine 0 on every machine."
             )
         if least != most and self.rdzv_backend == "static":
             raise ConfigurationError(
                 f"num_machines is {self.num_machines!r}, but rdzv_backend='static' needs a fixed number. Remove "
-                "rdzv_backend, or use a single number of machines.",
+                "rdzv_backend, or use a single number of machines."
             )
         if self.num_processes is not None and self.num_processes % most:
             raise ConfigurationError(
                 f"num_processes is {self.num_processes} over all machines, which is not divisible by {most} machines. "
-                f"Use a multiple of {most}.",
+                f"Use a multiple of {most}."
             )
         # 0 takes a free port, which other machines could not know.
         lowest = 0 if most == 1 else 1
@@ -550,7 +546,7 @@ class LaunchOptions:
         if port is not None and not lowest <= port <= 65535:
             raise ConfigurationError(
                 f"main_process_port is {port}, but must be {lowest} to 65535. On one machine, remove "
-                "main_process_port to use a free port.",
+                "main_process_port to use a free port."
             )
 
     def _check_devices(self) -> None:
@@ -563,7 +559,7 @@ class LaunchOptions:
             if unused:
                 raise ConfigurationError(
                     f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray selects "
-                    "the machines and devices. Remove one of the two.",
+                    "the machines and devices. Remove one of the two."
                 )
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
@@ -578,7 +574,7 @@ class LaunchOptions:
         if self.num_processes is not None and self.num_processes // self.max_machines > len(ids):
             raise ConfigurationError(
                 f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes on this "
-                "machine. Name one device per process, or remove num_processes.",
+                "machine. Name one device per process, or remove num_processes."
             )
 
 
@@ -663,7 +659,7 @@ def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
             if name not in SETTINGS:
                 raise ConfigurationError(
                     f"There is no launch option {name!r}.{nearest(name, SETTINGS)} "
-                    f"Allowed: {', '.join(sorted(SETTINGS))}.",
+                    f"Allowed: {', '.join(sorted(SETTINGS))}."
                 )
             if given.value is not None and name not in taken:
                 merged.setdefault(name, given)

@@ -217,7 +217,7 @@ _FRAME = re.compile(r'^  File "(?P<filename>.*)", line (?P<line>\d+) in (?P<func
 
 
 # Modules of drivetrain/runtime that wait for other processes.
-_WAITING_FILES = {"collectives.py", "collective_checks.py", "process_group.py", "assembly.py"}
+_WAITING_FILES = {"collectives.py", "collective_checks.py", "process_group.py", "store_barrier.py"}
 _UNNAMED = ("_", "<", "wrapper")
 
 

@@ -120,7 +120,7 @@ class Setting:
         if named.lower() not in spelled:
             raise ConfigurationError(
                 f"{where} is {_short(value)}, but must be one of {', '.join(self.choices)}."
-                f"{nearest(named.lower(), spelled)}",
+                f"{nearest(named.lower(), spelled)}"
             )
         return spelled[named.lower()]
 
@@ -249,9 +249,7 @@ FSDP = Group(
         Setting("fsdp_sync_module_states", "Start with the parameters of rank 0 on all processes.", "bool"),
         Setting("fsdp_activation_checkpointing", "Recompute activations during the backward.", "bool"),
         Setting(
-            "fsdp_activation_checkpointing_offload",
-            "Keep the inputs of checkpointed layers in CPU memory.",
-            "bool",
+            "fsdp_activation_checkpointing_offload", "Keep the inputs of checkpointed layers in CPU memory.", "bool"
         ),
         Setting("fsdp_ignored_modules", "Name or pattern of modules that are not sharded.", metavar="PATTERN"),
     ),
@@ -334,12 +332,7 @@ GRID = Group(
     "parallelism_config_",
     "Device mesh (with --use_parallelism_config)",
     (
-        Setting(
-            "parallelism_config_dp_replicate_size",
-            "Number of model replicas.",
-            "int",
-            least=1,
-        ),
+        Setting("parallelism_config_dp_replicate_size", "Number of model replicas.", "int", least=1),
         Setting(
             "parallelism_config_dp_shard_size",
             "Number of processes that each replica is sharded over; -1 for all remaining ones.",
@@ -373,8 +366,6 @@ GRID = Group(
 
 
 def check_grid(values: dict[str, object], where: str) -> None:
-    from drivetrain.runtime.errors import ConfigurationError
-
     size = values.get("parallelism_config_sp_size")
     if isinstance(size, int) and size > 1:
         raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}")
@@ -465,16 +456,8 @@ MPI = Group(
     "mpirun_",
     "MPI",
     (
-        Setting(
-            "mpirun_hostfile",
-            "Start the processes with mpirun on the hosts of this file.",
-            metavar="FILE",
-        ),
-        Setting(
-            "mpirun_ccl",
-            _IGNORED,
-            inert="processes communicate over gloo, NCCL or the device's own backend",
-        ),
+        Setting("mpirun_hostfile", "Start the processes with mpirun on the hosts of this file.", metavar="FILE"),
+        Setting("mpirun_ccl", _IGNORED, inert="processes communicate over gloo, NCCL or the device's own backend"),
     ),
 )
 
