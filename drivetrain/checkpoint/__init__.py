@@ -72,43 +72,7 @@ _EXPORTS = {
     "with_tied": "drivetrain.checkpoint.export",
 }
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointFormat",
-    "FoundCheckpoint",
-    "LoadReport",
-    "PendingSave",
-    "SaveQueue",
-    "clean_stale",
-    "compare_states",
-    "consolidate",
-    "consolidate_shards",
-    "describe_run_state",
-    "extra_place",
-    "find_format",
-    "holds_positions",
-    "import_checkpoint",
-    "is_checkpoint",
-    "is_sharded",
-    "key_here",
-    "list_checkpoints",
-    "load_over_processes",
-    "load_run_state",
-    "checkpoint_at",
-    "named_by_position",
-    "newest_checkpoint",
-    "open_weights",
-    "packed",
-    "read_foreign",
-    "read_processes",
-    "read_shared",
-    "remove_checkpoint",
-    "save_pickled_weights",
-    "save_queue",
-    "save_run_state",
-    "save_safetensors",
-    "with_tied",
-]
+__all__ = [*sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ _EXPORTS = {
     "notebook_launcher": "drivetrain.launch.notebook",
 }
 
-__all__ = ["LaunchOptions", "already_launched", "launch_script", "notebook_launcher", "relaunch_script"]
+__all__ = [*sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,19 +20,7 @@ _EXPORTS = {
     "save_quantized": "drivetrain.inference.quantization.models",
 }
 
-__all__ = [
-    "BitsAndBytes",
-    "BnbQuantizationConfig",
-    "Quantization",
-    "Quantizer",
-    "TorchAO",
-    "get_quantizer",
-    "load_and_quantize_model",
-    "load_quantized",
-    "quantize_model",
-    "register_quantizer",
-    "save_quantized",
-]
+__all__ = [*sorted(_EXPORTS)]
 
 if TYPE_CHECKING:
     from drivetrain.inference.quantization.base import Quantizer as Quantizer

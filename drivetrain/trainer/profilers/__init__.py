@@ -15,14 +15,7 @@ _EXPORTS = {
     "XLAProfiler": "drivetrain.trainer.profilers.xla",
 }
 
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-    "XLAProfiler",
-]
+__all__ = [*sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:
