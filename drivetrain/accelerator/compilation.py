@@ -55,14 +55,11 @@ class Compilation:
         for part in whole:
             for module in self._regions(part) if self.regional else [part]:
                 if getattr(module, "_compiled_call_impl", None) is None:
-                    self._compile(module)
-
-    def _compile(self, module: nn.Module) -> None:
-        if type(module).__module__.startswith("torch.nn"):
-            # The compiler leaves out frames of torch's own files, and with them all of such a module (torch 2.13).
-            module._compiled_call_impl = torch.compile(_reached_by_us(module), **self._options())
-        else:
-            module.compile(**self._options())
+                    if type(module).__module__.startswith("torch.nn"):
+                        # The compiler leaves out frames of torch's own files, so all of such a module (torch 2.13).
+                        module._compiled_call_impl = torch.compile(_reached_by_us(module), **self._options())
+                    else:
+                        module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules to compile separately: the model's repeated blocks, or the whole model if it has none."""

@@ -31,7 +31,7 @@ def gather_real_rows(
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):
-        return _cut(data, source) if _is_short(source) else data
+        return _cut(data, source) if any(map(_missing, _loaders(source))) else data
     if as_objects:
         return _gather_objects(data, source, topology)
     return _gather(data, source, topology)
@@ -168,10 +168,6 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
 
 def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
     return any(loader.current is not None and loader.current.padding for loader in _loaders(source))
-
-
-def _is_short(source: PreparedLoader | ActiveLoaders) -> bool:
-    return any(map(_missing, _loaders(source)))
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:

@@ -537,7 +537,12 @@ def decide(
     decision.among_best = not only_last and kept.best.wants(decision.score, decision.tie)
     if decision.among_best or (options.save_last == "link" and not only_last):
         text = name.format(trainer.current_epoch, trainer.global_step, metrics)
-        _warn_of_unknown_fields(options, name, metrics)
+        for key in name.fields:
+            if key not in metrics and key not in ("epoch", "step"):
+                logger.warning_once(
+                    f"ModelCheckpoint(filename={options.filename!r}): {key!r} was not logged, so the name contains nan"
+                    f". Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
+                )
         # A name may be reused only if its checkpoint is removed anyway.
         going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
         decision.path = _path(options, trainer, text, own=going)
@@ -561,15 +566,6 @@ def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[s
         return candidate in own and kept_in.may_replace(candidate, block=not options.async_save)
 
     return free_path(path, options.FILE_EXTENSION, may_replace, options.STARTING_VERSION)
-
-
-def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metrics: Mapping[str, Any]) -> None:
-    for key in name.fields:
-        if key not in metrics and key not in ("epoch", "step"):
-            logger.warning_once(
-                f"ModelCheckpoint(filename={options.filename!r}): {key!r} was not logged, so the name contains nan. "
-                f"Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
-            )
 
 
 class CheckpointWriter:

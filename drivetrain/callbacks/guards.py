@@ -31,26 +31,6 @@ if TYPE_CHECKING:
 # Rollback checkpoint
 
 
-def check_can_roll_back(trainer: Trainer, owner: str) -> None:
-    """Raise `ConfigurationError` if no callback saves checkpoints to which a rollback could return."""
-    if not _savers(trainer):
-        raise ConfigurationError(
-            f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights. Add one, "
-            "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'.",
-        )
-
-
-def newest_good_checkpoint(trainer: Trainer) -> str | None:
-    """Return the path of this run's newest resumable checkpoint, or None. Every process must call this function.
-
-    All saved checkpoints are good, since nothing is saved while a guard finds the state unsound.
-    """
-    savers = _savers(trainer)
-    for saver in savers:
-        saver.settle()
-    return decide_on_main_process(lambda: _newest(savers))
-
-
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if not callback.save_weights_only]
 
@@ -189,8 +169,11 @@ class Guard(Callback):
                 f"{name}(action='skip'): {type(task).__name__} steps its optimizers by hand, so no step can be "
                 "skipped. Choose 'stop' or 'rollback', or check the loss in training_step.",
             )
-        if self.action == "rollback" and not trainer.fast_dev_run:
-            check_can_roll_back(trainer, name)
+        if self.action == "rollback" and not trainer.fast_dev_run and not _savers(trainer):
+            raise ConfigurationError(
+                f"{name}(action='rollback') needs a ModelCheckpoint that saves more than weights. Add one, "
+                "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'.",
+            )
         self._rescales = overrides(trainer.accelerator.precision, "scale")
         self._forget_step()
         self._watched.clear()
@@ -309,7 +292,11 @@ class Guard(Callback):
                 f"{message} The run has rolled back {self.rollbacks} times already, and max_rollbacks="
                 f"{self.max_rollbacks}. Lower the learning rate, clip gradients, or inspect these batches."
             )
-        path = newest_good_checkpoint(trainer)
+        # All saved checkpoints are good, since nothing is saved while a guard finds the state unsound.
+        savers = _savers(trainer)
+        for saver in savers:
+            saver.settle()
+        path = decide_on_main_process(lambda: _newest(savers))
         if path is None:
             raise DrivetrainError(
                 f"{message} There is no checkpoint to roll back to yet. Save earlier, for example with "

@@ -225,7 +225,7 @@ class _Rates:
             monitor.lrs[name].append(rate)
             decay, momentum = f"{name}-weight_decay", f"{name}-momentum"
             if monitor.log_momentum:
-                values[momentum] = _momentum(group)
+                values[momentum] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
             if monitor.log_weight_decay:
                 values[decay] = float(group.get("weight_decay", 0.0))
             monitor.last_momentum_values[momentum] = values.get(momentum)
@@ -236,7 +236,3 @@ class _Rates:
         if "name" in group:
             return f"{self.name}/{group['name']}"
         return f"{self.name}/pg{number}" if groups > 1 else self.name
-
-
-def _momentum(group: Mapping[str, Any]) -> float:
-    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

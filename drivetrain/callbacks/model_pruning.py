@@ -97,7 +97,7 @@ class ModelPruning(Callback):
             raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).")
         self._method: Any = method
         self._method_name = getattr(method, "__name__", type(method).__name__)
-        self._is_method = self._is_pruning_method(method)
+        self._is_method = isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
         self._given = tuple(parameters_to_prune or ())
         self.parameter_names = ["weight", "bias"] if parameter_names is None else list(parameter_names)
         self._global, self._amount, self._applies = use_global_unstructured, amount, apply_pruning
@@ -116,10 +116,6 @@ class ModelPruning(Callback):
             parameters_to_prune: The selected parameters, as pairs (module, name).
         """
         return parameters_to_prune
-
-    @staticmethod
-    def _is_pruning_method(method: Any) -> bool:
-        return isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
 
     # state
 

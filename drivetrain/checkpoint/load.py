@@ -96,7 +96,9 @@ class Checkpoint:
         """
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
-        return entries_of(packed, path)
+        if type(packed) is not dict or is_tagged(packed):
+            raise DamagedCheckpointError(f"{path} is damaged: it is not a JSON object with named entries.")
+        return packed
 
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
@@ -215,13 +217,6 @@ class Checkpoint:
                 if key in described and described[key].size != target.shape
             ],
         )
-
-
-def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """Check that the parsed content of a JSON file is a dict, and return it. `path` appears in the error message."""
-    if type(tree) is not dict or is_tagged(tree):
-        raise DamagedCheckpointError(f"{path} is damaged: it is not a JSON object with named entries.")
-    return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:

@@ -18,7 +18,6 @@ from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, rebuilt
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import (
     Layout,
-    Share,
     check_same_stream,
     digest_of,
     grouped,
@@ -610,7 +609,7 @@ def _steps(
                 continue
             batch = share_of_batches(batches, counts, share, head, head_sizes)
             rows = share.stop - share.start + share.padding
-            info = BatchInfo(index, _rows_if_known(rows, share, known), share.padding, total, last, consumed)
+            info = BatchInfo(index, rows if known or share.padding else None, share.padding, total, last, consumed)
             if not known:
                 info.weights = whole_batches(share.padding, len(group))
             step.append((batch, info))
@@ -621,7 +620,3 @@ def _steps(
 def whole_batches(padding: int, real: int) -> tuple[int, int]:
     # The weights of a batch and of its step if rows cannot be counted: every real batch counts equally.
     return int(not padding), real
-
-
-def _rows_if_known(rows: int, share: Share, known: bool) -> int | None:
-    return rows if known or share.padding else None

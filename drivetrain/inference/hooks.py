@@ -136,13 +136,10 @@ class ModelHook:
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         if name in self._decisive:
-            self._register_again()
-
-    def _register_again(self) -> None:
-        for link in vars(self).get("_links", ()):
-            module = link.module
-            if module is not None:
-                _register(module, vars(module)[_HOOK])
+            for link in vars(self).get("_links", ()):
+                module = link.module
+                if module is not None:
+                    _register(module, vars(module)[_HOOK])
 
 
 def overrides(hook: ModelHook, method: str) -> bool:

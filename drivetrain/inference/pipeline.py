@@ -97,7 +97,12 @@ class PipelineInference:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
             loader(model, [name for name, _ in tensors])
             return
-        _disable_cache(model)
+        # An encoder and a decoder may each have a configuration of their own.
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        for config in {id(each): each for each in configs if getattr(each, "use_cache", False)}.values():
+            # Each stage would only have the cache of its own layers.
+            config.use_cache = False  # type: ignore[union-attr]
+            logger.info_once("%s is split over processes: config.use_cache is set to False.", type(model).__name__)
         layout = _lay_out(model, split_points, self._state.num_processes, no_split_module_classes or (), pp_place)
         self.split_points = list(layout.splits)
         self._staged = StagedModel(model, layout, self._state.device, loader, in_flight)
@@ -207,14 +212,6 @@ def prepare_pippy(
     vars(model)[CALL] = pipeline
     vars(model)["hf_split_points"] = pipeline.split_points
     return model
-
-
-def _disable_cache(model: nn.Module) -> None:
-    configs = [getattr(module, "config", None) for module in model.modules()]  # encoder and decoder may have their own
-    for config in {id(each): each for each in configs if getattr(each, "use_cache", False)}.values():
-        # Each stage would only have the cache of its own layers.
-        config.use_cache = False  # type: ignore[union-attr]
-        logger.info_once("%s is split over processes: config.use_cache is set to False.", type(model).__name__)
 
 
 def _lay_out(

@@ -172,7 +172,8 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
     """
     options.check_script(script)
     if options.mpirun_config:
-        return launch_with_mpi(options, script, args)
+        command, variables = mpi_command(options, script, args)
+        return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
     if options.launcher == "ray":
         from drivetrain.launch.ray_launcher import launch_with_ray
 
@@ -555,15 +556,6 @@ def _variables(options: LaunchOptions, plan: LaunchPlan, given: Mapping[str, Giv
 
 
 _PROGRAMS = ("mpirun", "mpiexec")
-
-
-def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes that mpirun starts. Returns mpirun's exit code.
-
-    Each process reads its rank from MPI's environment variables.
-    """
-    command, variables = mpi_command(options, script, args)
-    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:

@@ -693,8 +693,11 @@ def call_in_processes(
             return function(*args)
     start_method = start_method or ("fork" if get_device_kind(plan.kind).forks else "spawn")
     if start_method == "fork":
-        if not takes_over:
-            check_no_existing_state()
+        if not takes_over and PartialState.existing() is not None:
+            raise LaunchError(
+                "This process already has an Accelerator, Trainer or PartialState, so new processes cannot create one. "
+                "Restart the kernel, and create it only inside the function passed to notebook_launcher."
+            )
         check_forkable(plan.kind)
     call = (Call if start_method == "fork" else PickledCall)(function, args, prepare)
     variables = {

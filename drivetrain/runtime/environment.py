@@ -169,7 +169,9 @@ class ProcessEnvironment:
         if source == "torchrun" and variables.get(LAUNCHED_VARIABLE) == "1":
             source = "drivetrain launch"
         local_rank = _integer(variables, keys[2], default=rank if world_size == 1 else None)
-        local_world_size = _integer_or_slurm_list(variables, keys[3], node=_slurm_node(variables, source))
+        local_world_size = _integer_or_slurm_list(
+            variables, keys[3], node=_integer(variables, "SLURM_NODEID", default=0) if source == "slurm" else 0
+        )
         if local_world_size is None:
             # A local rank equal to the global rank suggests that there is only one machine.
             local_world_size = max(world_size if local_rank == rank else 1, local_rank + 1)
@@ -258,10 +260,6 @@ def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) ->
             raise ConfigurationError(f"{key}={value!r} is not a number of processes.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[min(node, len(counts) - 1)]
-
-
-def _slurm_node(variables: Mapping[str, str], source: str) -> int:
-    return _integer(variables, "SLURM_NODEID", default=0) if source == "slurm" else 0
 
 
 def _first_slurm_host(variables: Mapping[str, str]) -> str | None:

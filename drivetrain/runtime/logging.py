@@ -158,7 +158,11 @@ class RankLogger(_Adapter):
             if turn == rank:
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order:
-                _wait_for_others()
+                state = PartialState.existing()
+                if state is not None:
+                    state.wait_for_everyone()
+                else:
+                    barrier()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning once. Later calls with equal message and arguments are ignored.
@@ -235,14 +239,6 @@ def _parse_level(level: str | int, source: str) -> int:
             f"{source}={level!r} is not a log level. Allowed: {', '.join(_LEVELS)}.{nearest(name, _LEVELS)}",
         )
     return int(getattr(logging, name))
-
-
-def _wait_for_others() -> None:
-    state = PartialState.existing()
-    if state is not None:
-        state.wait_for_everyone()
-    else:
-        barrier()
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -148,7 +148,12 @@ def send_to_device(
     is_mapping = isinstance(tensor, Mapping)
     # The `to` of a mapping, such as transformers' BatchEncoding, would move the skipped keys too.
     if hasattr(tensor, "to") and not (is_mapping and skip_keys is not None):
-        return _move_object(tensor, device, non_blocking)
+        if non_blocking:
+            try:
+                return tensor.to(device, non_blocking=True)
+            except TypeError:
+                pass  # the `to` of another package may lack the argument
+        return tensor.to(device)
     children = _children(tensor)
     if children is None:
         return tensor
@@ -309,16 +314,6 @@ def _expect_tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise DataError(f"concatenate needs equal structures, but got a tensor and {_describe(value)}.")
     return value
-
-
-def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Move an object by its `to` method, passing `non_blocking` only if the method accepts it."""
-    if non_blocking:
-        try:
-            return data.to(device, non_blocking=True)
-        except TypeError:
-            pass  # the `to` of another package may lack the argument
-    return data.to(device)
 
 
 def _describe(data: Any) -> str:

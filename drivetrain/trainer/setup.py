@@ -97,7 +97,13 @@ def make_accelerator(
     # Does not return in a script that is restarted under the launcher.
     _start_processes(environment, kind, count, numbers, num_nodes)
     if sync_batchnorm and not starts_later:
-        _refuse_launched_sharding(strategy)
+        launched = Launched().strategy() if strategy == "auto" else None
+        if launched is not None:
+            raise ConfigurationError(
+                f"Trainer(sync_batchnorm=True) works only with strategy='ddp', but the launcher selected "
+                f"strategy={launched.name!r}. Launch without it, use Trainer(strategy='ddp'), or remove sync_batchnorm "
+                "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+            )
         strategy = resolve_ddp(strategy, environment, "sync_batchnorm=True", sync_batchnorm=True)
     device = kind.name if kind else None
     if spawned is not None and starts_later and spawned.start_method == "fork":

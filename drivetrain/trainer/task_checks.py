@@ -136,7 +136,14 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
                     f"Use {replacement}.",
                 )
             if not hasattr(base, name):
-                _warn_of_mistyped(owner, base, name, defining)
+                hooks = [
+                    hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))
+                ]
+                alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
+                if alike and not is_overridden(owner, base, alike[0]):
+                    logger.warning_once(
+                        f"{defining.__name__}.{name} is not a hook and never runs. Did you mean {alike[0]!r}?"
+                    )
 
 
 def _takes_more(task: Task, name: str) -> bool:
@@ -161,13 +168,6 @@ def _own_methods(kind: type, base: type) -> dict[str, type]:
             if not name.startswith("_") and inspect.isfunction(member):
                 found.setdefault(name, defining)
     return found
-
-
-def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None:
-    hooks = [hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))]
-    alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
-    if alike and not is_overridden(owner, base, alike[0]):
-        logger.warning_once(f"{defining.__name__}.{name} is not a hook and never runs. Did you mean {alike[0]!r}?")
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:

@@ -179,7 +179,13 @@ class _Reader:
                 value = None  # files contain -1 if no number was given
             self._take(_TOP_KEYS[key], value, self._place(key))
         else:
-            self._refuse_key(key)
+            inside = SETTINGS.get(key) if isinstance(key, str) else None
+            if inside is not None and inside.group:
+                raise ConfigurationError(f"{key!r} in {self._where} belongs under {inside.group}. Move it there.")
+            raise ConfigurationError(
+                f"Unknown key {key!r} in {self._where}.{nearest(str(key), KEYS)} "
+                f"Allowed: {', '.join(sorted(set(KEYS)))}.",
+            )
 
     def settle(self) -> None:
         """Add the settings that follow from several keys of a file. Called after all keys have been read."""
@@ -235,14 +241,6 @@ class _Reader:
                 "another key. Remove one of the two keys.",
             )
         self.found[setting.name] = parsed
-
-    def _refuse_key(self, key: Any) -> None:
-        inside = SETTINGS.get(key) if isinstance(key, str) else None
-        if inside is not None and inside.group:
-            raise ConfigurationError(f"{key!r} in {self._where} belongs under {inside.group}. Move it there.")
-        raise ConfigurationError(
-            f"Unknown key {key!r} in {self._where}.{nearest(str(key), KEYS)} Allowed: {', '.join(sorted(set(KEYS)))}.",
-        )
 
     def _place(self, key: str) -> str:
         return f"{key} in {self._where}"

@@ -246,7 +246,11 @@ class ModelSharder:
         unit_sharding = sharding.UnitSharding(
             mesh=self._mesh(),
             mixed_precision=self._mixed_precision(precision),
-            offload=self._offload_policy(),
+            offload=(
+                CPUOffloadPolicy(pin_memory=self._topology.kind.name != "cpu")
+                if self.options.cpu_offload
+                else OffloadPolicy()
+            ),
             reshard_after_forward=options.reshard_after_forward,
             whole=replicated,
             reduce_unused=options.reduce_unused,
@@ -384,19 +388,7 @@ class ModelSharder:
             cast_forward_inputs=not overrides(precision, "forward_context"),
         )
 
-    def _offload_policy(self) -> OffloadPolicy:
-        return (
-            CPUOffloadPolicy(pin_memory=self._topology.kind.name != "cpu")
-            if self.options.cpu_offload
-            else OffloadPolicy()
-        )
-
     # Parameter values
-
-    def _materialiser(self) -> Materialiser:
-        return Materialiser(
-            self._topology.device, self._topology.environment.rank, self._topology.environment.is_distributed
-        )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
         """Take the model's values out before sharding, to send rank 0's later. None if all ranks have values.
@@ -418,7 +410,9 @@ class ModelSharder:
     def _give_values(
         self, model: nn.Module, values: dict[tuple[int, str], Any] | None, replicated: frozenset[nn.Parameter]
     ) -> None:
-        materialiser = self._materialiser()
+        materialiser = Materialiser(
+            self._topology.device, self._topology.environment.rank, self._topology.environment.is_distributed
+        )
         for parameter in replicated:
             parameter.data = parameter.data.to(self._topology.device)
         if values is not None:
@@ -469,18 +463,15 @@ class ShardMesh:
 
     def __call__(self) -> DeviceMesh:
         if self._mesh is None:
-            self._ensure_group()
+            # A device mesh needs a process group, even in a run with one process.
+            if not dist.is_initialized():
+                kind = self._topology.kind
+                backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
+                store = dist.HashStore()  # type: ignore[attr-defined]
+                dist.init_process_group(backend, store=store, rank=0, world_size=1)
+                self._own_group = True
             self._mesh = self._make()
         return self._mesh
-
-    def _ensure_group(self) -> None:
-        # A device mesh needs a process group, even in a run with one process.
-        if not dist.is_initialized():
-            kind = self._topology.kind
-            backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            self._own_group = True
 
     def _make(self) -> DeviceMesh:
         shards = self._topology.environment.world_size // self._copies

@@ -90,17 +90,6 @@ def chosen_configuration(
     return None
 
 
-def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
-    """Replace a task's `configure_optimizers` by the command line's choice. Warn if the task has its own."""
-    # An overridden method may be the better choice for the task, so the user must know.
-    if type(task).configure_optimizers is not Task.configure_optimizers:
-        warn(
-            f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
-            "optimizer was given on the command line or in a configuration."
-        )
-    task.configure_optimizers = MethodType(configured, task)  # type: ignore[method-assign]
-
-
 def _plain(init: Any) -> dict[str, Any]:
     values: dict[str, Any] = init.as_dict() if hasattr(init, "as_dict") else dict(init)
     return values
@@ -355,7 +344,9 @@ class TrainerCLI:
         self._subparsers: dict[str, TrainerArgumentParser] = {}
         self._method_arguments: dict[str, list[str]] = {}
 
-        main_kwargs, subparser_kwargs = self._split_parser_kwargs()
+        names = self.subcommands()
+        main_kwargs = {name: value for name, value in self.parser_kwargs.items() if name not in names}
+        subparser_kwargs = {name: value for name, value in self.parser_kwargs.items() if name in names}
         self.setup_parser(run, main_kwargs, subparser_kwargs)
         self.parse_arguments(self.parser, args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
@@ -370,11 +361,6 @@ class TrainerCLI:
             self._run_subcommand(self.subcommand)
 
     # the parser
-
-    def _split_parser_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        names = self.subcommands()
-        own = {name: value for name, value in self.parser_kwargs.items() if name not in names}
-        return own, {name: value for name, value in self.parser_kwargs.items() if name in names}
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
         """Create a parser with the option `--config`, for the main command or a subcommand.
@@ -667,7 +653,14 @@ class TrainerCLI:
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
         if optimizer is not None:
             made = ConfiguredOptimizers(optimizer, lr_scheduler, self.configure_optimizers)
-            override_optimizers(self.model, made, type(self).__name__, self.warn)
+            # An overridden method may be the better choice for the task, so the user must know.
+            if type(self.model).configure_optimizers is not Task.configure_optimizers:
+                self.warn(
+                    f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
+                    f"`{type(self).__name__}.configure_optimizers`: an optimizer was given on the command line or in a "
+                    "configuration."
+                )
+            self.model.configure_optimizers = MethodType(made, self.model)
 
     # running
 

@@ -224,7 +224,8 @@ class EvaluationLoop:
                 # A rank that has run out of data joins the collectives of the others with a batch of padding.
                 # Hooks do not run for it, and its logged values are discarded.
                 if info is not None and info.real_rows == 0:
-                    self._run_padding(batch, feed.index, extra)
+                    with muted_logging(self._trainer.logged, self._task):
+                        self._step(batch, feed.index, *extra)
                 else:
                     for hook in on_start:
                         hook(batch, feed.index)
@@ -239,10 +240,6 @@ class EvaluationLoop:
                     break
         if watch is not None:
             watch.finish()
-
-    def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
-        with muted_logging(self._trainer.logged, self._task):
-            self._step(batch, index, *extra)
 
 
 FOREVER = float("inf")

@@ -17,7 +17,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -503,7 +503,12 @@ class RunControl:
             self.stop_requested = self.stop_agreed = True
             self._requested_by = by
         if lost and not self.preempted:
-            raise_lost_save(saves)
+            if saves is not None:
+                saves.finish()  # raises the error if this rank has it
+            raise CheckpointError(
+                "A checkpoint could not be written in the background. See the error of another process, or an earlier "
+                "one of this process, for the cause."
+            )
         return tuple(others)
 
     def watch_evaluation(self) -> EvaluationWatch:
@@ -664,19 +669,6 @@ class StopExchange:
         self.next_batch = batches + everyone[0][0]
         agreed = tuple(any(flags) for flags in zip(*(each[1] for each in everyone), strict=True))
         return agreed, next((each[2] for each in everyone if each[2]), "")
-
-
-def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a checkpoint whose background save was lost. Called on all ranks together.
-
-    All ranks call this together, once one of them has reported the failure.
-    """
-    if saves is not None:
-        saves.finish()  # raises the error if this rank has it
-    raise CheckpointError(
-        "A checkpoint could not be written in the background. See the error of another process, or an earlier one of "
-        "this process, for the cause."
-    )
 
 
 # First and last lines of a run's output

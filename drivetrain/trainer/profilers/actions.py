@@ -150,16 +150,13 @@ class Actions:
             # The report needs the recordings that `teardown` releases.
             self.profiler.describe()
             if stage is Stage.TRAIN and self._trainer.is_global_zero:
-                self._print_time_spent()
+                from drivetrain.trainer.profilers.simple import SimpleProfiler, time_spent
+
+                trainer = self._trainer
+                if isinstance(self.profiler, SimpleProfiler):
+                    spent = time_spent(trainer.timing, self.profiler, self._samples, self._workers, trainer.num_devices)
+                    trainer.announce(spent.sentence())
             self.profiler.teardown(stage.verb)
-
-    def _print_time_spent(self) -> None:
-        from drivetrain.trainer.profilers.simple import SimpleProfiler, time_spent
-
-        trainer = self._trainer
-        if isinstance(self.profiler, SimpleProfiler):
-            spent = time_spent(trainer.timing, self.profiler, self._samples, self._workers, trainer.num_devices)
-            trainer.announce(spent.sentence())
 
     def _count_steps(self, kind: str) -> float:
         current = self._trainer.current

@@ -140,7 +140,12 @@ class StepSnapshot:
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
         self._task, self._logged, self._progress = task, logged, progress
         self._metrics = find_metrics(task)
-        self._kept_buffers = _saved_buffers(task)
+        self._kept_buffers = [
+            buffer
+            for module in task.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
         self._marked: tuple[int, int] | None = None
         self.random: RandomState | None = None
         self._logged_mark: Any = None
@@ -207,15 +212,6 @@ class StepSnapshot:
             "metrics": metric_states(find_metrics(self._task)) if "torchmetrics" in sys.modules else {},
             "finished_metrics": self._logged.finished_metrics(self._task),
         }
-
-
-def _saved_buffers(task: nn.Module) -> list[Tensor]:
-    return [
-        buffer
-        for module in task.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
 
 
 def saves_within_steps(trainer: Trainer) -> bool:

@@ -441,7 +441,12 @@ class _Trace(TorchDispatchMode):
             is_drawn = is_drawn or leaf in self._drawn
             if id(leaf) in self._owner_of:
                 owner, name = self._owner_of[id(leaf)]
-                self._check_parameter(owner, name)
+                if owner != self._stage:
+                    raise ConfigurationError(
+                        f"{self._name} uses {name} in stage {self._stage}, but the order in which modules are "
+                        f"registered places it on stage {owner}. Register it where it is used, or set pp_place="
+                        f"{{{name!r}: {self._stage}}}. A parameter that two stages use cannot be split.",
+                    )
                 # Later stages do not have this parameter, and cannot compute the value from what they receive.
                 origins.append(_Origin(self._stage, lost=f"was computed from {name} outside of its module"))
             elif leaf in self._made_in:
@@ -463,14 +468,6 @@ class _Trace(TorchDispatchMode):
     def _joined(self, origins: Sequence[_Origin], is_drawn: bool) -> _Origin:
         lost = next((each.lost for each in origins if each.lost), "was drawn at random" if is_drawn else "")
         return _Origin(self._stage, frozenset().union(*(each.returned for each in origins)), lost)
-
-    def _check_parameter(self, owner: int, name: str) -> None:
-        if owner != self._stage:
-            raise ConfigurationError(
-                f"{self._name} uses {name} in stage {self._stage}, but the order in which modules are registered "
-                f"places it on stage {owner}. Register it where it is used, or set pp_place={{{name!r}: "
-                f"{self._stage}}}. A parameter that two stages use cannot be split.",
-            )
 
     def _use(self, origin: _Origin, where: str) -> None:
         """Record that the current stage uses a traced tensor. Raise an error if its stage cannot send the tensor."""
@@ -550,19 +547,16 @@ class _Trace(TorchDispatchMode):
                     self.route.stand_ins[stage].setdefault(name, []).append(shapes)
             # Only the outermost module's output is visible to the rest of the model.
             if not self._open:
-                self._record_returned(name, number, owner, output)
+                stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
+                lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
+                for index, leaf in enumerate(pytree.tree_leaves(output)):
+                    if isinstance(leaf, Tensor):
+                        returned = Returned(name, number, index)
+                        self._tensors[returned] = leaf
+                        self._made_in[leaf] = _Origin(owner, frozenset([returned]), lost)
+                        self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
         return begin, end
-
-    def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
-        lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
-        for index, leaf in enumerate(pytree.tree_leaves(output)):
-            if isinstance(leaf, Tensor):
-                returned = Returned(name, number, index)
-                self._tensors[returned] = leaf
-                self._made_in[leaf] = _Origin(owner, frozenset([returned]), lost)
-                self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
         """Complete `route` at the end of a traced forward: determine which tensors each stage must receive.

@@ -68,7 +68,14 @@ class SplitModel:
         name = find_pipelined(bare, options.module)
         whole = bare.get_submodule(name)
         if not whole_outside:
-            _refuse_outside(bare, whole)
+            inside = {id(parameter) for parameter in whole.parameters()}
+            outside = [n for n, p in bare.named_parameters() if p.requires_grad and id(p) not in inside]
+            if outside:
+                raise ConfigurationError(
+                    f"Trainable parameters ({', '.join(outside[:4])}) are outside of {type(whole).__name__}, which is "
+                    "split into stages and sharded. Move them into this module, or use a pipeline without data "
+                    "parallelism.",
+                )
         layout = lay_out(whole, _splits(whole, name, options, place.stages.count), options.place)
         outline = ModelOutline(whole, layout, device)
         stage_state = StageState(bare, name, layout, place.group, place.stages.all)
@@ -107,16 +114,6 @@ def _splits(whole: nn.Module, name: str, options: PipelineOptions, count: int) -
     if isinstance(options.split, str):
         return choose_splits(whole, count)
     return [path.removeprefix(f"{name}.") if name else path for path in options.split]
-
-
-def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
-    inside = {id(parameter) for parameter in whole.parameters()}
-    outside = [n for n, p in bare.named_parameters() if p.requires_grad and id(p) not in inside]
-    if outside:
-        raise ConfigurationError(
-            f"Trainable parameters ({', '.join(outside[:4])}) are outside of {type(whole).__name__}, which is split "
-            "into stages and sharded. Move them into this module, or use a pipeline without data parallelism.",
-        )
 
 
 class _Memory:
