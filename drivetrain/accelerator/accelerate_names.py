@@ -891,10 +891,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy for the given plugins. Options they leave unset come from the launcher.
-
-        Returns None if all plugins are None.
-        """
+        """Return the strategy for the given plugins. Options they leave unset come from the launcher."""
         if parallelism is not None and fsdp is None:
             fsdp = self.fsdp
         elif fsdp is not None and parallelism is None:

@@ -555,10 +555,7 @@ class Preparation:
         self._step, self._prepared, self._active = step, prepared, active
 
     def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers, and return the objects to use in their place.
-
-        See `Accelerator.prepare`.
-        """
+        """Prepare models, optimizers, data loaders and schedulers, and return the objects to use in their place."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
                 f"device_placement has {len(device_placement)} entries for {len(objects)} objects. Pass one entry for "
@@ -633,10 +630,7 @@ class Preparation:
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the full state dict of a prepared model, with tensors on the CPU. All processes must call this.
-
-        See `Accelerator.get_state_dict`.
-        """
+        """Return the full state dict of a prepared model, with tensors on the CPU. All processes must call this."""
         return self._strategy.state.model(model, full=True, everywhere=True)
 
     # optimizers and schedulers
@@ -659,10 +653,7 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler. The returned one steps only when its optimizers have stepped.
-
-        See `Accelerator.prepare_scheduler`.
-        """
+        """Prepare one learning-rate scheduler. The returned one steps only when its optimizers have stepped."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         for known in self._prepared.schedulers:
@@ -701,10 +692,7 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Return a loader that reads `data_loader` and yields only this process's batches, moved to the device.
-
-        See `Accelerator.prepare_data_loader`.
-        """
+        """Return a loader that reads `data_loader` and yields only this process's batches, moved to the device."""
         if isinstance(data_loader, PreparedLoader | SkippingLoader):
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
@@ -749,10 +737,7 @@ class Preparation:
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """Return a context manager for a loop in which processes may run out of batches at different times.
-
-        See `Accelerator.join_uneven_inputs`.
-        """
+        """Return a context manager for a loop in which processes may run out of batches at different times."""
         joining = joined(self._strategy, models)
         if joining is None and self._state.use_distributed:
             warnings.warn(

@@ -261,10 +261,7 @@ class PreparedOptimizer(OptimizerProxy):
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, but do nothing between the micro-batches of one accumulated optimizer step.
-
-        The loop may therefore call it before the backward or after the step.
-        """
+        """Clear the gradients, but do nothing between the micro-batches of one accumulated optimizer step."""
         if self.has_stepped or not self._window.holds_gradients:
             self.has_stepped = self.holds_abandoned = False
             self.optimizer.zero_grad(set_to_none)

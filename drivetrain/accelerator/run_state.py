@@ -324,10 +324,7 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Continue the numbering of checkpoints after the number of a loaded checkpoint.
-
-        No effect if the loaded checkpoint is not one of this project's numbered checkpoints.
-        """
+        """Continue the numbering of checkpoints after the number of a loaded checkpoint."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self.configuration.iteration = int(number[1]) + 1
@@ -429,10 +426,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the checkpoint part `engine`: states of all prepared objects. All processes must call this.
-
-        `moment` is the point in time to describe; `self.moment()` by default.
-        """
+        """Return the checkpoint part `engine`: states of all prepared objects. All processes must call this."""
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -504,10 +498,7 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Call the user's hooks, then save a checkpoint. Returns the checkpoint's folder.
-
-        See `Accelerator.save_state`.
-        """
+        """Call the user's hooks, then save a checkpoint. Returns the checkpoint's folder."""
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         if observer.current is not None:
@@ -573,10 +564,7 @@ class RunState:
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Call the user's hooks, then restore all prepared and registered objects from a checkpoint.
-
-        See `Accelerator.load_state`.
-        """
+        """Call the user's hooks, then restore all prepared and registered objects from a checkpoint."""
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         if observer.current is not None:
             directory = observer.current.saved_in(directory)

@@ -254,10 +254,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager for trial steps. Afterwards, hooks are as before and gradients dropped.
-
-        Trial steps register hooks of their own.
-        """
+        """Return a context manager for trial steps. Afterwards, hooks are as before and gradients dropped."""
         hooks, in_use = self._hooks, self.weights.in_use
         try:
             yield

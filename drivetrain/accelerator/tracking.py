@@ -34,10 +34,7 @@ class RunTracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
-        """Start a run in each experiment tracker that `log_with` selects.
-
-        See `Accelerator.init_trackers`.
-        """
+        """Start a run in each experiment tracker that `log_with` selects."""
         # If trackers are running already, end their runs first.
         self.group.finalize()
         trackers = resolve_trackers(
@@ -63,10 +60,7 @@ class RunTracking:
         self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return an experiment tracker by its name. With `unwrap=True`, return the tracking library's own object.
-
-        See `Accelerator.get_tracker`.
-        """
+        """Return an experiment tracker by its name. With `unwrap=True`, return the tracking library's own object."""
         found = self.group.get(name)
         return found.tracker if unwrap else found
 

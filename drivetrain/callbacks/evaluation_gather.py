@@ -158,10 +158,7 @@ def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
 
 
 def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
-    """Return the function that writes predictions in the file format of `path`, such as CSV or NPZ.
-
-    Raises `ConfigurationError` for unknown extensions.
-    """
+    """Return the function that writes predictions in the file format of `path`, such as CSV or NPZ."""
     extension = Path(path).suffix
     if extension not in _WRITERS:
         raise ConfigurationError(

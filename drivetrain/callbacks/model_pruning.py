@@ -316,10 +316,7 @@ class ModelPruning(Callback):
 
 
 def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
-    """Return the torch pruning method that `pruning_fn` selects, after checking the other arguments.
-
-    Raises `ConfigurationError` if it does not fit the other arguments.
-    """
+    """Return the torch pruning method that `pruning_fn` selects, after checking the other arguments."""
     if given not in _METHODS if isinstance(given, str) else not callable(given):
         raise ConfigurationError(
             f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a torch pruning "

@@ -355,10 +355,7 @@ def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any
 
 
 def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
-    """Distribute weights over files of limited size. Return the weights of each file, by file name.
-
-    Files are named as on the Hugging Face Hub.
-    """
+    """Distribute weights over files of limited size. Return the weights of each file, by file name."""
     shards: list[list[T]] = [[]]
     room = limit
     for item, size in zip(items, sizes, strict=True):
@@ -693,10 +690,7 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
 
 
 def _choose(names: list[str], directory: str) -> str:
-    """Choose from the files of a directory the one to read weights from, such as `model.safetensors`.
-
-    This can be a file of weights, an index, or a checkpoint's manifest.
-    """
+    """Choose from the files of a directory the one to read weights from, such as `model.safetensors`."""
     for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
         if name in names:
             return name

@@ -259,10 +259,7 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return what drivetrain has recorded about a run in a checkpoint file of another tool. None for other files.
-
-    Weights are not read.
-    """
+    """Return what drivetrain has recorded about a run in a checkpoint file of another tool. None for other files."""
     if os.path.islink(path) or not os.path.isfile(path):
         return None
     return next((found for each in formats() if (found := each.written(path)) is not None), None)

@@ -90,10 +90,7 @@ class Checkpoint:
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Return the parsed content of a JSON file of the checkpoint, which refers to tensors by their keys.
-
-        See `pack`.
-        """
+        """Return the parsed content of a JSON file of the checkpoint, which refers to tensors by their keys."""
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         if type(packed) is not dict or is_tagged(packed):

@@ -270,10 +270,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the shared state of a checkpoint to the current schema, if an older version of drivetrain wrote it.
-
-    `shared` may have only some of its entries, packed or not.
-    """
+    """Convert the shared state of a checkpoint to the current schema, if an older version of drivetrain wrote it."""
     if "engine" in shared:
         found = {"driver": {}, "kept": [], **shared}
         for name, kind in (("engine", Mapping), ("driver", Mapping), ("kept", list)):

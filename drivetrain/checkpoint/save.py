@@ -230,10 +230,7 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Divide tensors into lists of similar size, one for each file that this process writes in parallel.
-
-    Returns the tensors of each file, in the order in which they are written.
-    """
+    """Divide tensors into lists of similar size, one for each file that this process writes in parallel."""
     entries = []
     for item in items:
         data = item.tensor_data
@@ -565,10 +562,7 @@ class Peers:
         return items
 
     def scatter(self, items: list[Any] | None) -> Any:
-        """Send one item of a list from rank 0 to each process, and return this process's item.
-
-        The other ranks pass None.
-        """
+        """Send one item of a list from rank 0 to each process, and return this process's item."""
         if self._group is None:
             assert items is not None
             return items[0]

@@ -318,10 +318,7 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Raise an error if a file's header contradicts the checkpoint's index. If `names` is None, check all files.
-
-        Reading tensors makes this check as well.
-        """
+        """Raise an error if a file's header contradicts the checkpoint's index. If `names` is None, check all files."""
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)

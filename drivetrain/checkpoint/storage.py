@@ -155,10 +155,7 @@ class Storage(ABC):
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create the directory in which a new checkpoint is written, with subdirectories.
-
-        They may exist already.
-        """
+        """Create the directory in which a new checkpoint is written, with subdirectories."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:

@@ -415,10 +415,7 @@ class Entry:
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the tensor's description in a safetensors header, if its data begins at offset `start`.
-
-        A dtype that safetensors does not define is described as bytes.
-        """
+        """Return the tensor's description in a safetensors header, if its data begins at offset `start`."""
         name = dtype_name(self.dtype)
         known = name in _NAMES
         return {

@@ -41,11 +41,7 @@ class BatchInfo:
     def share(self, processes: int) -> float:
         """Return the weight of this batch in a mean over processes, so that all the step's real rows count equally.
 
-        Args:
-            processes: Number of processes over which the step's batches are spread.
-
-        Returns:
-            1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
+        1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
         """
         own, total = (self.real_rows, self.global_rows) if self.weights is None else self.weights
         if own is None or not total:
@@ -116,19 +112,11 @@ class ActiveLoaders:
         return len(self._entries)
 
     def enter(self, loader: PreparedLoader) -> None:
-        """Put a loader onto the stack of running loaders. Called when a loop over the loader begins.
-
-        Args:
-            loader: The loader.
-        """
+        """Put a loader onto the stack of running loaders. Called when a loop over the loader begins."""
         self._entries.append((loader, self.tick()))
 
     def leave(self, loader: PreparedLoader) -> None:
-        """Remove a loader from the stack of running loaders when its loop ends, and call the `on_leave` callbacks.
-
-        Args:
-            loader: The loader.
-        """
+        """Remove a loader from the stack of running loaders when its loop ends, and call the `on_leave` callbacks."""
         # From the end, because a loader may be on the stack twice, and its latest loop ends first.
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][0] is loader:
@@ -138,12 +126,7 @@ class ActiveLoaders:
             callback(loader)
 
     def encloses(self, outer: PreparedLoader, inner: PreparedLoader) -> bool:
-        """Return True if the loop over `inner` runs inside the loop over `outer`.
-
-        Args:
-            outer: Loader that has not advanced since the iteration over `inner` began, if the result is True.
-            inner: Loader that is iterated.
-        """
+        """Return True if the loop over `inner` runs inside the loop over `outer`."""
         # The outer loader has not advanced since the loop over the inner one began.
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 

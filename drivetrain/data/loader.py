@@ -115,16 +115,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """Return an iterator over batches as `PendingBatch` objects, which move to the device on first use.
-
-        Args:
-            limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
-                ends.
-            together: All processes iterate with equally many batches; see `iterate`.
-
-        Returns:
-            The iterator.
-        """
+        """Return an iterator over batches as `PendingBatch` objects, which move to the device on first use."""
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:

@@ -136,11 +136,7 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Set the batch that follows. It is copied to the device as soon as the present batch is used.
-
-        Args:
-            following: The batch that was read after this one.
-        """
+        """Set the batch that follows. It is copied to the device as soon as the present batch is used."""
         self._following = following
 
     def send(self) -> None:

@@ -83,13 +83,9 @@ _SPLITTING_PACKAGES = {"litdata", "streaming", "webdataset", "wids"}
 
 
 def is_split_already(loader: Any) -> bool:
-    """Return True if a loader already reads different data on each process.
+    """Return True if a loader already reads different data on each process, which must not be sharded again.
 
-    Such data must not be sharded again. All processes must call this, because they compare their tables of the package
-    `datasets`.
-
-    Args:
-        loader: The user's loader.
+    All processes must call this, because they compare their tables of the package `datasets`.
     """
     dataset = getattr(loader, "dataset", loader)
     packages = {kind.__module__.partition(".")[0] for each in (loader, dataset) for kind in type(each).__mro__}

@@ -345,10 +345,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until the first machine of the run accepts connections. Tells the user which machine is missing.
-
-    Torch's own wait prints nothing and cannot be interrupted.
-    """
+    """Wait until the first machine of the run accepts connections. Tells the user which machine is missing."""
     host, _, port = parameters.endpoint.rpartition(":")
     serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
     if options.machine_rank == 0 if parameters.backend == "static" else serves:

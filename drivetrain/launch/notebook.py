@@ -297,20 +297,14 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """End a child process's import of the user's script if the script is about to start processes again.
-
-    No effect if no script is being imported.
-    """
+    """End a child process's import of the user's script if the script is about to start processes again."""
     if PartialState.registry().get(_IMPORTS):
         raise ScriptReached
 
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Return a context in which multiprocessing starts child processes that do not run the user's script.
-
-    The child processes then import the script with `ScriptMain.load`.
-    """
+    """Return a context in which multiprocessing starts child processes that do not run the user's script."""
     main = sys.modules["__main__"]
     # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
     sys.modules["__main__"] = ModuleType("__main__")
@@ -500,10 +494,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return a `RankFailure` for each process that has ended with a nonzero exit code.
-
-        Called before the other processes are stopped, as these then fail too.
-        """
+        """Return a `RankFailure` for each process that has ended with a nonzero exit code."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):

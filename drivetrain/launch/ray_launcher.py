@@ -114,10 +114,7 @@ class Stream:
 
 
 class RayWorker:
-    """Ray actor for one rank. It runs the script in a child process on the machine where Ray has placed it.
-
-    Ray executes its calls one after the other.
-    """
+    """Ray actor for one rank. It runs the script in a child process on the machine where Ray has placed it."""
 
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
@@ -447,10 +444,7 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait until all ranks have exited. Returns the first failure, or None if all have succeeded.
-
-        After a failure or a signal, the other ranks are terminated.
-        """
+        """Wait until all ranks have exited. Returns the first failure, or None if all have succeeded."""
         while self.alive():
             self.poll()
             if signals:

@@ -241,10 +241,7 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse a stack trace in the format of Python's `faulthandler`. Returns None if it has no frames.
-
-        If there are several stack traces, the last one counts.
-        """
+        """Parse a stack trace in the format of Python's `faulthandler`. Returns None if it has no frames."""
         frames: list[Frame] = []
         for line in text.splitlines():
             if line.startswith(("Stack ", "Current thread ", "Thread ")):

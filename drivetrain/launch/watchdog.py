@@ -97,10 +97,7 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check the progress of the ranks. Returns a report of each rank if the run hangs, otherwise None.
-
-        Checks at most once per second, and returns None in between.
-        """
+        """Check the progress of the ranks. Returns a report of each rank if the run hangs, otherwise None."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -237,10 +234,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process handles a signal, so that sending the signal does not kill the process.
-
-    Also True on systems that do not show the handlers.
-    """
+    """Return True if a process handles a signal, so that sending the signal does not kill the process."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]

@@ -46,10 +46,7 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Exchange `call`, which describes a collective, with all ranks. Raise an error if the descriptions differ.
-
-        `line` is the line of user code, for the message.
-        """
+        """Exchange `call`, which describes a collective, with all ranks. Raise an error if the descriptions differ."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")

@@ -10,10 +10,7 @@ from typing import Any
 
 
 def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]) -> Any:
-    """Import the object behind a lazily exported name, and store it in the package's namespace.
-
-    `exports` maps public names to module names. Raises AttributeError for a name that is not in it.
-    """
+    """Import the object behind a lazily exported name, and store it in the package's namespace."""
     if name not in exports:
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     value = namespace[name] = getattr(importlib.import_module(exports[name]), name)
@@ -21,13 +18,7 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
 
 
 def public_names(package: str) -> list[str]:
-    """List the public names in a package's `__all__`. The list is empty if the package is not installed.
-
-    The objects behind lazily exported names are not imported.
-
-    Args:
-        package: The package's import name.
-    """
+    """List the public names in a package's `__all__`. The list is empty if the package is not installed."""
     return list(importlib.import_module(package).__all__) if importlib.util.find_spec(package) else []
 
 

@@ -86,10 +86,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Prepare this process for its launcher: create its progress file and a signal handler that dumps its stack.
-
-    The worker calls this before the script runs. It does nothing if no launcher has set the variable.
-    """
+    """Prepare this process for its launcher: create its progress file and a signal handler that dumps its stack."""
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return
@@ -131,10 +128,7 @@ _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Tell the launcher by a marker file whether this process may die without ending the run.
-
-    It does nothing if there is no launcher.
-    """
+    """Tell the launcher by a marker file whether this process may die without ending the run."""
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if not error_file:
         return

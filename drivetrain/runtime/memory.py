@@ -262,10 +262,7 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start copying a batch's results to the CPU. Return the block's results if it is full, else an empty list.
-
-        `cut` is applied to the structure after the copy.
-        """
+        """Start copying a batch's results to the CPU. Return the block's results if it is full, else an empty list."""
         own: set[torch.device] = set()
 
         def measure(leaf: Tensor) -> Tensor:
@@ -296,10 +293,7 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Return how many values a layer's parameter has before quantization, and how many bytes store them.
-
-    `whole` is the number of elements as stored.
-    """
+    """Return how many values a layer's parameter has before quantization, and how many bytes store them."""
     # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())

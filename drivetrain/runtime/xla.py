@@ -62,10 +62,7 @@ def is_started() -> bool:
 
 
 def start(spmd: bool) -> None:
-    """Start the XLA runtime of this process on one device, or on all devices (SPMD) if `spmd` is True.
-
-    Raises ConfigurationError if it already runs the other way.
-    """
+    """Start the XLA runtime of this process on one device, or on all devices (SPMD) if `spmd` is True."""
     import_torch_xla()
     runtime = importlib.import_module("torch_xla.runtime")
     if is_started() and bool(runtime.is_spmd()) != spmd:

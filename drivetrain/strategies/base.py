@@ -404,10 +404,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise a `ConfigurationError`, because this strategy does not support one loss for each optimizer.
-
-    `reason` is a sentence that says why a backward pass cannot be limited to one optimizer's parameters.
-    """
+    """Raise a `ConfigurationError`, because this strategy does not support one loss for each optimizer."""
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
     )
@@ -725,10 +722,7 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that moves a batch to the devices. It may call `place`, the default function.
-
-        The data loader calls the function with each batch, and yields the result.
-        """
+        """Return a function that moves a batch to the devices. It may call `place`, the default function."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -1015,10 +1009,7 @@ class StartsProcesses:
 
 
 class ReducingWrapper(nn.Module):
-    """Base class for model wrappers that average gradients over processes during backward, like torch's DDP.
-
-    The wrapper's forward pass prepares the reduction for the next backward pass.
-    """
+    """Base class for model wrappers that average gradients over processes during backward, like torch's DDP."""
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
         """Prepare to reduce the gradients of a loss whose forward pass bypassed this wrapper. Call before backward."""

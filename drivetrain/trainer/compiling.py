@@ -72,10 +72,7 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
 
 @contextmanager
 def compilations_watched(trainer: Trainer) -> Iterator[None]:
-    """Cache compiled code in the run's folder during the `with` block. Then print what `torch.compile` did.
-
-    Does nothing if the Trainer does not compile the task.
-    """
+    """Cache compiled code in the run's folder during the `with` block. Then print what `torch.compile` did."""
     if trainer.accelerator.preparation.compilation is None:
         yield
         return

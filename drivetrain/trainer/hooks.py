@@ -79,10 +79,7 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook that run early: all but those of `ModelCheckpoint` and the like.
-
-        Those callbacks, such as `ModelCheckpoint`, run afterwards.
-        """
+        """Return the overrides of an epoch-end hook that run early: all but those of `ModelCheckpoint` and the like."""
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:

@@ -275,10 +275,7 @@ def begin_schedules(trainer: Trainer) -> None:
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
-    """Step those learning-rate schedulers with `interval="step"` that are due after an optimizer step.
-
-    Not called after a skipped optimizer step.
-    """
+    """Step those learning-rate schedulers with `interval="step"` that are due after an optimizer step."""
     step = trainer.global_step
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
@@ -288,10 +285,7 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers with `interval="epoch"` that are due: those like `ReduceLROnPlateau`, or all others.
-
-    `plateau` selects schedulers that monitor a value.
-    """
+    """Step the schedulers with `interval="epoch"` that are due: those like `ReduceLROnPlateau`, or all others."""
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # with manual optimization, the task steps schedulers itself
     # The current epoch is complete, but not yet counted.

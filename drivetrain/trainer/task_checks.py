@@ -153,10 +153,7 @@ def _takes_more(task: Task, name: str) -> bool:
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return the public methods that a user defined in `kind` and its parents, each with its defining class.
-
-    Classes of drivetrain and torch are left out.
-    """
+    """Return the public methods that a user defined in `kind` and its parents, each with its defining class."""
     found: dict[str, type] = {}
     # In the order of the MRO, so that the most derived definition of a method is found first.
     for defining in kind.__mro__:

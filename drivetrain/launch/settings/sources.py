@@ -124,10 +124,7 @@ KEYS = (*_TOP_KEYS, *GROUPS, *_OLD_GROUPS, _TYPE.name, _PLACE.name, _FP16.name, 
 
 
 def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where the user's configuration file is expected. It need not exist.
-
-    The variable `DRIVETRAIN_CONFIG_FILE` names it. The default is in `~/.config`.
-    """
+    """Return where the user's configuration file is expected. It need not exist."""
     variables = os.environ if environ is None else environ
     named = variables.get(CONFIG_FILE_VARIABLE)
     if named:

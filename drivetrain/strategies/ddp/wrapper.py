@@ -57,10 +57,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Returns its result.
-
-        Returns what DDP's post-forward function returns.
-        """
+        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Returns its result."""
         start = perf_counter()
         handled = forward_ended(output)
         self._searches.append(perf_counter() - start)
@@ -88,10 +85,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Settle whether DDP can stop searching for unused parameters. Returns their indices, or None if not.
-
-        All processes must call this.
-        """
+        """Settle whether DDP can stop searching for unused parameters. Returns their indices, or None if not."""
         never = self.never_used()
         if never is None:
             return None
@@ -219,10 +213,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Observe in the first steps whether `find_unused_parameters` is necessary. If not, turn it off or warn.
-
-        If it is not, `ends=True` turns it off, and `ends=False` warns about its cost.
-        """
+        """Observe in the first steps whether `find_unused_parameters` is necessary. If not, turn it off or warn."""
         # Created again for each reducer, since it reads the reducer's usage counts.
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)

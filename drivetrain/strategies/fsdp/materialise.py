@@ -122,10 +122,7 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize a sharded model module by module: rank 0 draws the values, and each process keeps its shards.
-
-        `random_state` is the state of torch's generator to begin with.
-        """
+        """Initialize a sharded model module by module: rank 0 draws the values, and each process keeps its shards."""
         check_initialisable(model)
         # The values are drawn with the random state in which the model was built.
         after = torch.get_rng_state()

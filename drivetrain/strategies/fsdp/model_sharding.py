@@ -236,10 +236,7 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard a model with `fully_shard`: first its submodules that are gathered separately, then the whole model.
-
-        `units` replaces the units that the options select.
-        """
+        """Shard a model with `fully_shard`: first its submodules that are gathered separately, then the whole model."""
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)

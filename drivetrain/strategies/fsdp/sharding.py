@@ -115,10 +115,7 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Raise if an optimizer cannot step sharded parameters, as L-BFGS and SGD with `fused=True` cannot.
-
-    Examples are L-BFGS, and SGD with `fused=True`.
-    """
+    """Raise if an optimizer cannot step sharded parameters, as L-BFGS and SGD with `fused=True` cannot."""
     if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         return
     name = type(optimizer).__name__
@@ -427,10 +424,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the full parameters that FSDP has gathered for the given shards, for `backward(inputs=...)`.
-
-    A tensor that is not a shard is returned unchanged.
-    """
+    """Return the full parameters that FSDP has gathered for the given shards, for `backward(inputs=...)`."""
     gathered = {
         id(one.sharded_param): one._unsharded_param
         for model in models

@@ -75,10 +75,7 @@ class MegatronOptions:
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Return a rank's coordinates in the device mesh that the parallel sizes define, as a `MeshPlace`.
-
-        Raises `ConfigurationError` if the parallel sizes do not fit `world_size`.
-        """
+        """Return a rank's coordinates in the device mesh that the parallel sizes define, as a `MeshPlace`."""
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
@@ -157,10 +154,7 @@ def low_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """Return a copy of megatron-core's `TransformerConfig` in which the run's parallel sizes and dtypes are set.
-
-    Raises `ConfigurationError` if a size of the model does not fit, or the configuration contradicts the strategy.
-    """
+    """Return a copy of megatron-core's `TransformerConfig` in which the run's parallel sizes and dtypes are set."""
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -273,10 +267,7 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Convert a torch Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`, without gradient clipping.
-
-    Raises `ConfigurationError` for other optimizers, and for options that megatron-core does not have.
-    """
+    """Convert a torch Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`, without gradient clipping."""
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -401,7 +392,7 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the `megatron_lm_config` section of a launcher's file to keyword arguments of `Megatron`.
 
-    Raises `ConfigurationError` if a key is unknown. Settings of the task or the data are ignored with a warning.
+    Settings of the task or the data are ignored with a warning.
     """
     arguments: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {"transformer": {}, "optimizer": {}}
@@ -527,10 +518,7 @@ class MegatronGroups:
             yield
 
     def begin_window(self) -> None:
-        """Reseed megatron-core's dropout before the micro-batches of an optimizer step, so that resuming repeats it.
-
-        Does nothing before a model was built in `initial_values`.
-        """
+        """Reseed megatron-core's dropout before the micro-batches of an optimizer step, so that resuming repeats it."""
         if self._generator is None:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))

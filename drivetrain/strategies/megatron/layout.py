@@ -48,10 +48,7 @@ class Entry:
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Load `like`, a local tensor of this entry's shape, from the full tensor `whole`.
-
-        Raises `CheckpointError` if `whole` has a wrong shape.
-        """
+        """Load `like`, a local tensor of this entry's shape, from the full tensor `whole`."""
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
                 f"Shape mismatch for {self.name!r}: {tuple(whole.shape)} in the checkpoint, but {self.shape} here."

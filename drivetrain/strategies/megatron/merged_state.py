@@ -222,10 +222,7 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Load a checkpoint in megatron-core's own format, written with any parallel sizes. A collective call.
-
-    Raises `CheckpointError` if the directory has no such checkpoint.
-    """
+    """Load a checkpoint in megatron-core's own format, written with any parallel sizes. A collective call."""
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):

@@ -53,10 +53,7 @@ class MegatronProgram(Protocol):
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the number of rows and the sequence length of a batch, from its first tensor with two dimensions.
-
-    In a dict, `tokens` and `input_ids` come first. Raises `ConfigurationError` if there is no such tensor.
-    """
+    """Return the number of rows and the sequence length of a batch, from its first tensor with two dimensions."""
     for tensor in _tensors(batch):
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
@@ -103,10 +100,7 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Average the model's accumulated gradients over data-parallel processes, before an optimizer step.
-
-        `chunks` and `num_tokens`, which megatron-core's schedules pass, are ignored.
-        """
+        """Average the model's accumulated gradients over data-parallel processes, before an optimizer step."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
@@ -350,13 +344,7 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Wrapper, called as `module(step, batch, ...)`, that runs a task's evaluation step on all pipeline stages.
-
-    Args:
-        placed: The model.
-        current: The record of the running chunk.
-        topology: This process's coordinates.
-    """
+    """Wrapper, called as `module(step, batch, ...)`, that runs a task's evaluation step on all pipeline stages."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         super().__init__()
@@ -377,10 +365,7 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Convert the value of a megatron-core loss function to a training step's result and a dict to log.
-
-        Raises `ConfigurationError` unless `result` is `(loss, report)` or `(loss, num_tokens, report)`.
-        """
+        """Convert the value of a megatron-core loss function to a training step's result and a dict to log."""
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(

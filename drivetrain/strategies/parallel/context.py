@@ -133,8 +133,7 @@ def split_in_place(
 ) -> Iterator[None]:
     """Replace the data of tensors within the context by this process's part of each sequence.
 
-    Afterwards the buffers have their full data again, except those in `keep`. Raises `ConfigurationError` if `buffers`
-    and `dims` differ in length.
+    Afterwards the buffers have their full data again, except those in `keep`.
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(
@@ -286,10 +285,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention of this process's queries over the keys and values of all context-parallel processes.
-
-    Returns the output for this process's queries.
-    """
+    """Compute attention of this process's queries over the keys and values of all context-parallel processes."""
     if isinstance(query, DTensor):
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:

@@ -71,8 +71,7 @@ class MeshSizes:
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
         """Create mesh sizes from a mapping such as `{"tp_size": 2}`, in which the suffix `_size` is optional.
 
-        Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key. Raises `ConfigurationError` if a
-        key is unknown.
+        Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key.
         """
         own = {field.name for field in fields(cls)}
         names = {**{name: name for name in own}, **{f"{name}_size": name for name in own}}

@@ -77,10 +77,7 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 
 
 def plan_of_model(module: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel plan that a model, or a module within it, defines in `tp_plan` or `_tp_plan`.
-
-    Raises `ConfigurationError` if neither the model nor a submodule has a plan.
-    """
+    """Return the tensor-parallel plan that a model, or a module within it, defines in `tp_plan` or `_tp_plan`."""
     for name, part in module.named_modules():
         plan = getattr(part, "tp_plan", None) or getattr(part, "_tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -104,8 +101,7 @@ class PlanMatch:
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
     """Split layers of a module over processes, in place, by a plan that maps module names to parallel styles.
 
-    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped. Raises
-    `ConfigurationError` if the plan does not fit the module.
+    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
     """
     let_attention_run_split()
     root, matches = _matches(module, plan)
@@ -134,10 +130,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """Return the submodules that a tensor-parallel plan splits over `count` processes, after checking their sizes.
-
-    Raises `ConfigurationError` if a pattern matches no module or a size does not fit.
-    """
+    """Return the submodules that a tensor-parallel plan splits over `count` processes, after checking their sizes."""
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
@@ -267,10 +260,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie those parameters again that were tied in `before` and that splitting the layers has separated.
-
-    Raises `ConfigurationError` if the plan places tied parameters differently.
-    """
+    """Tie those parameters again that were tied in `before` and that splitting the layers has separated."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in before.items():
         groups[id(parameter)].append(name)

@@ -64,10 +64,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """Return the module that an earlier `prepare` of a model returned, or None if there was none.
-
-    Raises `ConfigurationError` if the earlier mesh had other sizes.
-    """
+    """Return the module that an earlier `prepare` of a model returned, or None if there was none."""
     known, before = bare.__dict__.get(_MEMORY, (None, None))
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]

@@ -29,10 +29,7 @@ class Rounding:
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Return the rounding for the options `downcast_bf16` and `use_bf16`, of which only one may be True.
-
-        A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
-        """
+        """Return the rounding for the options `downcast_bf16` and `use_bf16`, of which only one may be True."""
         if downcast and use:
             raise ConfigurationError("downcast_bf16=True and use_bf16=True cannot be combined. Use only one.")
         if use:

@@ -208,10 +208,7 @@ class ModuleInstantiator:
         self._key = key
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Create a task or data module for the parser, and record its configuration in `hparams`.
-
-        Objects of other classes, such as a task within a task, are created as usual.
-        """
+        """Create a task or data module for the parser, and record its configuration in `hparams`."""
         configured = self._cli.config_dump.get(self._key) or {}
         path = configured.get("class_path")
         # jsonargparse calls this for subclasses in nested options too.

@@ -73,10 +73,7 @@ class LoaderSource:
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders, as passed or as created by `train_dataloader` and the like, or None.
-
-        If a method of the task or data module creates the loaders, it is called each time.
-        """
+        """Return the user's loader or loaders, as passed or as created by `train_dataloader` and the like, or None."""
         if self._given is not None:
             return self._given
         method = self._stage.loader_name
@@ -193,10 +190,7 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch with the user's transfer hooks, or None if there are no hooks.
-
-        Returns None without such hooks, unless the precision of the run casts batches itself.
-        """
+        """Return a function that moves a batch with the user's transfer hooks, or None if there are no hooks."""
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
         owners: list[Any] = []
@@ -563,10 +557,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the next batch to a `training_step` that reads `dataloader_iter`, or None at the epoch's end.
-
-        Used for `dataloader_iter`. The training loop then does not process the batch again.
-        """
+        """Return the next batch to a `training_step` that reads `dataloader_iter`, or None at the epoch's end."""
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:

@@ -190,10 +190,7 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Run the evaluation of `validate` or `test`. Return a dict of the logged values for each loader.
-
-        The loaders are released afterwards. Returns an empty list if the limit of batches is 0.
-        """
+        """Run the evaluation of `validate` or `test`. Return a dict of the logged values for each loader."""
         if self._limit == 0:
             self._trainer.current.evaluation_batches.pop(self._stage, None)
             return []
@@ -370,10 +367,7 @@ def evaluate_logged(
     ckpt_path: str | os.PathLike[str] | None,
     verbose: bool,
 ) -> list[dict[str, float]]:
-    """Run the Trainer's `validate` or `test`, and return a dict of logged values for each loader.
-
-    With `verbose`, rank 0 also prints the results as a table.
-    """
+    """Run the Trainer's `validate` or `test`, and return a dict of logged values for each loader."""
 
     def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
         trainer.logged.start((stage,))

@@ -284,10 +284,7 @@ class FitLoop:
             self._agree()
 
     def validate_within_epoch(self) -> None:
-        """Run a validation now, in the middle of an epoch, unless one has run since the last training batch.
-
-        Does nothing in epochs without a validation.
-        """
+        """Run a validation now, in the middle of an epoch, unless one has run since the last training batch."""
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
             self._validate()
 

@@ -236,10 +236,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units.
-
-    Raises a `ConfigurationError` if a resumed run did not count the unit from its start.
-    """
+    """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units."""
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
@@ -287,10 +284,7 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """Create a `Foresight`, or return None if no schedule of the run needs samples or tokens in advance.
-
-        Settings in epochs, samples, tokens or fractions of the run need the estimates.
-        """
+        """Create a `Foresight`, or return None if no schedule of the run needs samples or tokens in advance."""
         units = _units_in_use(trainer)
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None

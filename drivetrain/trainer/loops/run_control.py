@@ -345,10 +345,7 @@ class RunControl:
 
     @property
     def signal(self) -> StopReason:
-        """Stop reason for the signal that ended the run: `PREEMPTED` or `INTERRUPTED`.
-
-        `PREEMPTED` takes precedence if both signals arrived.
-        """
+        """Stop reason for the signal that ended the run: `PREEMPTED` or `INTERRUPTED`."""
         return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
 
     @property
@@ -529,10 +526,7 @@ class RunControl:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Return True if a requested stop may take effect: all ranks know of it, and `min_steps` is reached.
-
-        The minimum is `min_epochs` and `min_steps`. A signal or a limit such as `max_steps` overrides it.
-        """
+        """Return True if a requested stop may take effect: all ranks know of it, and `min_steps` is reached."""
         if self._world_size > 1 and not self.stop_agreed:
             return False
         # The maximum wins over `min_epochs` and `min_steps`, as a signal does.
@@ -541,10 +535,7 @@ class RunControl:
 
     @property
     def share_of_duration(self) -> float:
-        """Fraction of `max_time` or `max_duration` that has passed, from 0 to 1, for the progress bar.
-
-        It is 0 if neither limit is set.
-        """
+        """Fraction of `max_time` or `max_duration` that has passed, from 0 to 1, for the progress bar."""
         options = self.options
         shares = [0.0]
         if options.max_time is not None and options.max_time:
@@ -617,10 +608,7 @@ class RunControl:
 
 
 def calling_function() -> str:
-    """Return the name of the function that sets an attribute, for messages. Call it in the attribute's setter.
-
-    Must be called directly from the attribute's setter.
-    """
+    """Return the name of the function that sets an attribute, for messages. Call it in the attribute's setter."""
     # Frame 1 is the setter that calls this function, frame 2 the code that assigns the attribute.
     code = sys._getframe(2).f_code
     return str(getattr(code, "co_qualname", code.co_name)).rsplit("<locals>.", 1)[-1]
@@ -876,10 +864,7 @@ class ValidationSchedule:
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return the batch count within the epoch at which `is_due` must be checked next.
-
-        Returns infinity if no validation by a number of batches is due in this epoch.
-        """
+        """Return the batch count within the epoch at which `is_due` must be checked next."""
         every, done = self._every, self._progress.batches_in_epoch
         if self._counted is not None and self._exists:
             return done + 1

@@ -332,11 +332,7 @@ class SplitStep(PlainStep):
         self._tried = 0  # number of parts in the last attempt
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step in parts that fit into memory. Return True if an optimizer stepped.
-
-        If memory runs out, the micro-batches are split into smaller parts, and the step is tried again. The number of
-        parts is kept for the steps that follow.
-        """
+        """Run one optimizer step in parts that fit into memory. Return True if an optimizer stepped."""
         for micro_batch in window:
             self._show(micro_batch)
             self._announce(micro_batch)
@@ -395,10 +391,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute a step's gradients part by part, and return the output of `training_step` for each micro-batch.
-
-        `failure` is the error of the previous attempt, if any.
-        """
+        """Compute a step's gradients part by part, and return the output of `training_step` for each micro-batch."""
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         # More parts were asked for, but each part already consists of a single row.
         if failure is not None and len(parts) == self._tried:

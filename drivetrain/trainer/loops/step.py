@@ -63,10 +63,7 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None.
-
-        Valid are a tensor, a dict and None.
-        """
+        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None."""
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
@@ -93,10 +90,7 @@ class StepOutput:
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise a `ConfigurationError` that explains why the backward of a loss has failed or would fail.
-
-        Does nothing if the loss itself is valid.
-        """
+        """Raise a `ConfigurationError` that explains why the backward of a loss has failed or would fail."""
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
                 f"{self._step} used other parameters than in the first step, for example because it returned None for "
@@ -181,10 +175,7 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the model's extra parameter `presence`, whose gradient shows if any rank had a real loss, or None.
-
-    Returns None if the strategy has not wrapped the model with such a parameter.
-    """
+    """Return the model's extra parameter `presence`, whose gradient shows if any rank had a real loss, or None."""
     if model is None:
         return None
     return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
@@ -494,10 +485,7 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Return the next batch with its indices to a step that reads `dataloader_iter`, or None at the end.
-
-        None means the end of the epoch. The loader's index is always 0.
-        """
+        """Return the next batch with its indices to a step that reads `dataloader_iter`, or None at the end."""
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:
             return None
@@ -589,10 +577,7 @@ class PlainStep:
             timing.call(CALLBACKS, hook, outputs, batch, index) if timing.on else hook(outputs, batch, index)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
-        """Return a function that clips an optimizer's gradients with the task's own clipping method.
-
-        The function passes the Trainer's clipping arguments.
-        """
+        """Return a function that clips an optimizer's gradients with the task's own clipping method."""
         trainer, clip = self._trainer, self._task.configure_gradient_clipping
         # An override may name its arguments differently. They are then passed by position.
         try:

@@ -189,10 +189,7 @@ class LoggedValue:
             self.total = part if total is None else pick(torch.stack([total, part]), 0)
 
     def mark(self) -> Mark:
-        """Return a `Mark`: a snapshot of this value, for a checkpoint that is saved after newer ones are logged.
-
-        No tensors are copied.
-        """
+        """Return a `Mark`: a snapshot of this value, for a checkpoint that is saved after newer ones are logged."""
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
@@ -944,10 +941,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Return True if two functions come from the same definition, such as a lambda that is created twice.
-
-    For example, a lambda in a training step is a new object at each call.
-    """
+    """Return True if two functions come from the same definition, such as a lambda that is created twice."""
     if isinstance(one, partial) and isinstance(other, partial):
         return _is_same_function(one.func, other.func)
     if not (callable(one) and callable(other)) or type(one) is not type(other):

@@ -93,12 +93,7 @@ class Actions:
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """Let the profiler measure how long training waits for each batch. Return an iterable over the batches.
-
-        The number of samples is counted too.
-
-        Without a profiler, the batches are returned unchanged.
-        """
+        """Let the profiler measure how long training waits for each batch. Return an iterable over the batches."""
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:

@@ -529,10 +529,7 @@ def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str,
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Return a copy of a loader's state dict whose position is the first batch of the given epoch.
-
-    The states of random generators in it are not changed.
-    """
+    """Return a copy of a loader's state dict whose position is the first batch of the given epoch."""
     if "loaders" in state:
         return {
             **state,

@@ -110,10 +110,7 @@ class _Trials:
         self.done, self.ended = 0, ""
 
     def run(self) -> int:
-        """Try batch sizes until the search ends, and return the largest that fits into memory.
-
-        If no size was tried, the first is returned.
-        """
+        """Try batch sizes until the search ends, and return the largest that fits into memory."""
         tried = self._tried
         size: int | None = min(tried.init_val, self._most)
         lacking: int | None = None

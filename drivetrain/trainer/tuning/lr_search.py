@@ -236,10 +236,7 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the last step's mean loss over micro-batches and ranks, or None without one. Clears the sums.
-
-        Returns None if the step had no loss.
-        """
+        """Return the last step's mean loss over micro-batches and ranks, or None without one. Clears the sums."""
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
@@ -256,10 +253,7 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Add a step's loss to the moving average. Return False if the average has exploded, to end the search.
-
-        A loss of None is ignored.
-        """
+        """Add a step's loss to the moving average. Return False if the average has exploded, to end the search."""
         if loss is None:
             return True
         self._count += 1

@@ -84,10 +84,7 @@ class TrainingTrial:
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Compute the gradients of one step, without an all-reduce, to see whether memory is enough.
-
-        A rank that runs out of memory here leaves no other rank waiting.
-        """
+        """Compute the gradients of one step, without an all-reduce, to see whether memory is enough."""
         trainer = self._trainer
         trainer.current.stage = Stage.TRAIN
         trainer.logged.enter(TRAIN_STEP)

@@ -59,10 +59,7 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """Look up a pipeline schedule by name. Returns the schedule and its number of stages on each process.
-
-    Raises `ConfigurationError` if the name is unknown or the schedule does not support the number.
-    """
+    """Look up a pipeline schedule by name. Returns the schedule and its number of stages on each process."""
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
@@ -286,10 +283,7 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Create pipeline options from arguments of `Parallel` such as `pp_split`, given without the prefix `pp_`.
-
-        Raises `ConfigurationError` if a name is unknown.
-        """
+        """Create pipeline options from arguments of `Parallel` such as `pp_split`, given without the prefix `pp_`."""
         allowed = [f"pp_{field.name}" for field in fields(cls)]
         for name in given:
             if f"pp_{name}" not in allowed:
@@ -304,10 +298,7 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """Assign pipeline stages to `ranks` processes, as these options say. Return the assignment.
-
-        Raises `ConfigurationError` if `split` lists another number of stages.
-        """
+        """Assign pipeline stages to `ranks` processes, as these options say. Return the assignment."""
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:

@@ -46,10 +46,7 @@ class StageLayout:
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """Return the name of the submodule to split into stages: `name`, or the child with most of the parameters.
-
-    Raises `ConfigurationError` if there is no module `name`, or no child has more than half of the parameters.
-    """
+    """Return the name of the submodule to split into stages: `name`, or the child with most of the parameters."""
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
@@ -77,8 +74,7 @@ def choose_splits(
 ) -> tuple[str, ...]:
     """Choose the modules with which pipeline stages begin, so that all stages have similar numbers of parameters.
 
-    The modules are blocks of the largest `ModuleList` or `Sequential`, or modules of the given classes. Returns their
-    names. Raises `ConfigurationError` if there are too few of them.
+    The modules are blocks of the largest `ModuleList` or `Sequential`, or modules of the given classes.
     """
     if classes:
         return _splits_between(module, count, classes)
@@ -212,10 +208,7 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Map the name of each submodule that lies completely within one pipeline stage to the index of this stage.
-
-    All parameters of such a submodule belong to this stage, and no other stage begins inside the submodule.
-    """
+    """Map the name of each submodule that lies completely within one pipeline stage to the index of this stage."""
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -344,10 +337,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Trace a forward call on tensor shapes alone. Returns which tensors the pipeline stages must exchange.
-
-        Raises `ConfigurationError` if the forward depends on values of tensors, or cannot be split at these stages.
-        """
+        """Trace a forward call on tensor shapes alone. Returns which tensors the pipeline stages must exchange."""
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:
@@ -559,10 +549,7 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def finish(self, output: Any) -> None:
-        """Complete `route` at the end of a traced forward: determine which tensors each stage must receive.
-
-        Raises `ConfigurationError` if a stage was not reached, or needs a tensor that cannot be sent.
-        """
+        """Complete `route` at the end of a traced forward: determine which tensors each stage must receive."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "

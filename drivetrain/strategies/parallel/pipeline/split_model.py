@@ -85,10 +85,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the `SplitModel` that an earlier trainer stored on a task, instead of splitting its model again.
-
-        Raises `ConfigurationError` if the pipeline options differ from the earlier ones.
-        """
+        """Return the `SplitModel` that an earlier trainer stored on a task, instead of splitting its model again."""
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
@@ -176,10 +173,7 @@ class ModelCalls:
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Turn arguments of the split model into a `Call`, which also says which tensors the stages exchange.
-
-        Raises `ConfigurationError` if an argument requires gradients.
-        """
+        """Turn arguments of the split model into a `Call`, which also says which tensors the stages exchange."""
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(

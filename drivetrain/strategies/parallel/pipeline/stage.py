@@ -130,13 +130,7 @@ class StageModule(nn.Module):
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Run one pipeline stage of the model. Returns the tensors to send, or the model's output on the last stage.
-
-        Args:
-            *received: The tensors from earlier stages.
-            inputs: The arguments and keyword arguments of the model.
-            call: The call of the model, with the tensors that the stages exchange.
-        """
+        """Run one pipeline stage of the model. Returns the tensors to send, or the model's output on the last stage."""
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
@@ -603,10 +597,7 @@ class _Link:
             self._send(value)
 
     def receive_values(self, shapes: Iterable[TensorShape]) -> tuple[Tensor, ...]:
-        """Receive tensors of the given shapes from the previous stage, and return them as a tuple.
-
-        Raises `CollectiveError` if the previous stage failed.
-        """
+        """Receive tensors of the given shapes from the previous stage, and return them as a tuple."""
         if int(self._receive((1,), torch.int64).item()) == _FAILED:
             raise CollectiveError(
                 f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} cannot continue. The error is "
