@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import zip_longest
 from numbers import Number
@@ -70,63 +70,40 @@ Reduction = str | Callable[[Tensor], Any]
 Arguments = tuple[Any, ...]
 
 
+@dataclass(slots=True, eq=False)
 class LoggedValue:
     """Values that a task logs under one name in one stage, together with the options of that name.
 
     The values are detached tensors that stay on their device until they are reduced.
     """
 
-    __slots__ = (
-        "_pending",
-        "_weights",
-        "arguments",
-        "fresh",
-        "last",
-        "loader",
-        "logger",
-        "main_only",
-        "metric",
-        "metric_path",
-        "name",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "reduction",
-        "scope",
-        "stepped",
-        "suffix",
-        "sync",
-        "synced",
-        "total",
-        "weighs",
-        "weight",
-    )
+    name: str
+    arguments: Arguments
+    scope: LogScope
+    _: KW_ONLY
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+    reduction: Reduction
+    sync: bool | None
+    main_only: bool
+    metric: Any = None
+    metric_path: str | None = None
+    loader: int | None = None
+    suffix: str = ""
+    weighs: bool = field(init=False)
+    fresh: bool = field(init=False)
+    stepped: bool = field(init=False)
+    last: Value | None = field(init=False)
+    synced: Value | None = field(init=False)  # the last value once it is reduced over ranks
+    total: Any = field(init=False)
+    weight: float = field(init=False)
+    _pending: list[Value] = field(init=False)
+    _weights: list[float] = field(init=False)
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Arguments,
-        scope: LogScope,
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        prog_bar: bool,
-        logger: bool,
-        reduction: Reduction,
-        sync: bool | None,
-        main_only: bool,
-        metric: Any = None,
-        metric_path: str | None = None,
-        loader: int | None = None,
-        suffix: str = "",
-    ) -> None:
-        self.name, self.arguments, self.scope = name, arguments, scope
-        self.on_step, self.on_epoch = on_step, on_epoch
-        self.prog_bar, self.logger = prog_bar, logger
-        self.reduction, self.sync, self.main_only = reduction, sync, main_only
-        self.metric, self.metric_path = metric, metric_path
-        self.loader, self.suffix = loader, suffix
-        self.weighs = on_epoch and reduction == "mean" and metric is None
+    def __post_init__(self) -> None:
+        self.weighs = self.on_epoch and self.reduction == "mean" and self.metric is None
         self.reset()
 
     @property
@@ -144,12 +121,8 @@ class LoggedValue:
 
     def reset(self) -> None:
         self.fresh = self.stepped = False
-        self.last: Value | None = None
-        self.synced: Value | None = None  # the last value once it is reduced over ranks
-        self.total: Any = None
-        self.weight: float = 0.0
-        self._pending: list[Value] = []
-        self._weights: list[float] = []
+        self.last = self.synced = self.total = None
+        self.weight, self._pending, self._weights = 0.0, [], []
 
     def update(self, value: Value, weight: float) -> None:
         """Store a newly logged number, and include it in the epoch's result, such as the mean, with its weight.
@@ -547,12 +520,12 @@ class LoggedValues:
             self.__dict__.update(before)
 
     @contextmanager
-    def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
+    def diverted(self) -> Iterator[list[Call]]:
         """Yield a list that collects all `self.log` calls of the `with` block. Their values are not stored.
 
         Calls during `skips` are dropped.
         """
-        calls: list[tuple[str, Any, Arguments, float | None]] = []
+        calls: list[Call] = []
 
         def collect(name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
             if not self.skips:
@@ -954,9 +927,6 @@ def _is_same_function(one: Any, other: Any) -> bool:
 # Values logged in parts of a micro-batch
 
 
-_REDUCTION = 4  # index in `ARGUMENTS`
-
-
 class _Call(NamedTuple):
     """Call of `self.log` that was recorded for one part of a micro-batch."""
 
@@ -1003,7 +973,7 @@ class HeldBack:
 def _combined(calls: Sequence[_Call]) -> Any:
     if len(calls) == 1 or not isinstance(calls[0].value, (Tensor, Number)):
         return calls[-1].value  # a metric accumulates all parts itself
-    reduction = calls[0].arguments[_REDUCTION]
+    reduction = calls[0].arguments[_REDUCE]
     device = next((call.value.device for call in calls if isinstance(call.value, Tensor)), None)
     stacked = torch.stack([torch.as_tensor(call.value, device=device).reshape(()) for call in calls])
     if reduction in ("sum", "max", "min"):
