@@ -235,10 +235,7 @@ def autocast_context(
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """Return a function that calls `function` within the precision's context, such as autocast.
-
-    A precision without a context returns `function` unchanged.
-    """
+    """Return a function that calls `function` within the precision's context, such as autocast."""
     if not overrides(precision, "forward_context"):
         return function
 

@@ -261,10 +261,7 @@ _HEADER_START = 8  # bytes that hold the length of a file's header
 
 
 class SafetensorsReader(StorageReader):
-    """Storage reader for `torch.distributed.checkpoint.load` that reads and verifies safetensors files.
-
-    Tensors are read directly into their destination.
-    """
+    """Storage reader for `torch.distributed.checkpoint.load` that reads and verifies safetensors files."""
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True) -> None:
         self._storage, self._directory, self._manifest, self._hashes = storage, directory, manifest, hashes

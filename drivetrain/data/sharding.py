@@ -178,10 +178,7 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Divide a sampler's batches among processes. Yield those of this process, each with its `BatchInfo`.
-
-    A single process gets the given batch objects themselves.
-    """
+    """Divide a sampler's batches among processes. Yield those of this process, each with its `BatchInfo`."""
     if layout.shard.count == 1:
         held: list[Sequence[Item]] = []  # empty while suspended, so that a batch is freed with its step
         for batch, last in map(_not_last, batches) if streaming else with_last(batches, length):

@@ -302,10 +302,7 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Let the OS read the memory-mapped weights of group `number` and of the groups in `ahead` into memory.
-
-        Raises an error if a file of group `number` has changed.
-        """
+        """Let the OS read the memory-mapped weights of group `number` and of the groups in `ahead` into memory."""
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):

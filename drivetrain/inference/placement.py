@@ -597,10 +597,7 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Memory-map the named tensors from the offload folder, after writing those that are in no file yet.
-
-    Return the places of the tensors that were written. Raises `ConfigurationError` if `folder` is needed but None.
-    """
+    """Memory-map the named tensors from the offload folder, after writing those that are in no file yet."""
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:

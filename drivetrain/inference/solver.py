@@ -12,10 +12,7 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Backtracking search that packs items (blocks of a model) into bins of limited size (devices).
-
-    It finds a packing if there is one, unless it runs out of steps.
-    """
+    """Backtracking search that packs items (blocks of a model) into bins of limited size (devices)."""
 
     def __init__(
         self,
@@ -275,10 +272,7 @@ def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int,
 
 
 def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Spread blocks evenly: find the lowest memory cap per device under which all fit. Return each block's device.
-
-    Returns None if the blocks do not fit under the highest cap either.
-    """
+    """Spread blocks evenly: find the lowest memory cap per device under which all fit. Return each block's device."""
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
     found = _complete(make(high).in_order())
     while found is not None and low < high:

@@ -62,10 +62,7 @@ class Ending:
 
 
 class LocalRanks:
-    """Processes that run this machine's ranks, with methods to watch, signal and end them.
-
-    All methods identify a process by its local rank.
-    """
+    """Processes that run this machine's ranks, with methods to watch, signal and end them."""
 
     def __init__(
         self,
@@ -157,10 +154,7 @@ class LocalRanks:
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """Return the failures of this machine's ranks, without those of ranks that the launcher itself stopped.
-
-        With `with_lost=False`, ranks without which the run can continue are left out too.
-        """
+        """Return the failures of this machine's ranks, without those of ranks that the launcher itself stopped."""
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():

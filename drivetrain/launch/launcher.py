@@ -461,10 +461,7 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Return a text table of the launch settings, their values, and where each value comes from.
-
-    It lists all top-level settings, and of groups such as `fsdp_config` only the settings that were given.
-    """
+    """Return a text table of the launch settings, their values, and where each value comes from."""
     rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
     lines = []
     for name, setting in SETTINGS.items():

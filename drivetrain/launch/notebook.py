@@ -100,10 +100,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Serialize a value for a new Python process with pickle, or with cloudpickle if pickle cannot do it.
-
-    With `has_script`, the new process imports the running script, so its functions need no copy.
-    """
+    """Serialize a value for a new Python process with pickle, or with cloudpickle if pickle cannot do it."""
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -132,10 +129,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return an error message that names the object which cannot be pickled, or `""` if all can be.
-
-    `parts` has the objects by the name to use in the message.
-    """
+    """Return an error message that names the object which cannot be pickled, or `""` if all can be."""
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -259,10 +253,7 @@ class ScriptMain:
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """Return the file and module name of the running script. None in a notebook or an interactive session.
-
-        Also None with `python -m PACKAGE`.
-        """
+        """Return the file and module name of the running script. None in a notebook or an interactive session."""
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if path is None or not os.path.isfile(path):

@@ -191,10 +191,7 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Return the launcher's exit code after a signal such as SIGTERM, and tell the user how the run ended.
-
-    `overdue` are the ranks that were killed after the grace period. `described` is a message about a failure, or "".
-    """
+    """Return the launcher's exit code after a signal such as SIGTERM, and tell the user how the run ended."""
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
         announce(

@@ -159,10 +159,7 @@ _BEFORE = "_before_compiling"
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the task inside `torch.compile(task)`, with its forward and step methods compiled.
-
-    Logging is not part of the compiled code. Objects that are not a compiled task are returned unchanged.
-    """
+    """Return the task inside `torch.compile(task)`, with its forward and step methods compiled."""
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
         return model

@@ -35,10 +35,7 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """Return the configuration that a command line has set for the `hparams` of an object, or None without one.
-
-    It replaces the constructor arguments, which `save_hyperparameters` records otherwise.
-    """
+    """Return the configuration that a command line has set for the `hparams` of an object, or None without one."""
     given = _given.get()
     # Only for this class: the constructor may create other objects that record their own arguments.
     return given[1] if given is not None and type(owner) is given[0] else None

@@ -39,10 +39,7 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
 
 
 class Hooks:
-    """Lookup of the hooks, such as `on_train_start`, that the callbacks and the task of a run override.
-
-    Callbacks are called before the task, except for callbacks that set `runs_last_at_epoch_end`.
-    """
+    """Lookup of the hooks, such as `on_train_start`, that the callbacks and the task of a run override."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
         self._trainer = trainer
@@ -137,10 +134,7 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Let a callback log: give it the task's `log` and `log_dict`, or remove them if `task` is None.
-
-    A callback that defines such methods itself keeps them.
-    """
+    """Let a callback log: give it the task's `log` and `log_dict`, or remove them if `task` is None."""
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)

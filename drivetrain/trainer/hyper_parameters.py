@@ -138,10 +138,7 @@ def _is_module(name: str, value: Any) -> bool:
 
 
 def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read hyper-parameters from a YAML file, such as a run's `hparams.yaml`, or from a CSV file.
-
-    A CSV file has a header line, and then one line with name and value per hyper-parameter.
-    """
+    """Read hyper-parameters from a YAML file, such as a run's `hparams.yaml`, or from a CSV file."""
     import yaml  # here, because no run needs it
 
     file = Path(path)

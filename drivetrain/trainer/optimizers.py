@@ -127,10 +127,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Check what `configure_optimizers` returned, and parse it into a list of optimizers and one of schedulers.
-
-    `by_hand` means that the task steps schedulers itself.
-    """
+    """Check what `configure_optimizers` returned, and parse it into a list of optimizers and one of schedulers."""
     optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):

@@ -104,10 +104,7 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Call only the hooks of `callbacks` and the task in the `with` block, for trial steps of a search.
-
-        Learning-rate schedulers do not step.
-        """
+        """Call only the hooks of `callbacks` and the task in the `with` block, for trial steps of a search."""
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
@@ -183,10 +180,7 @@ class TaskRun:
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
-        """Prepare task, optimizers and schedulers with the strategy for `fit`, and return the wrapped model.
-
-        They replace those of an earlier `fit`.
-        """
+        """Prepare task, optimizers and schedulers with the strategy for `fit`, and return the wrapped model."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         # Otherwise the engine would keep the last fit's model and optimizers in memory and in checkpoints.
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]

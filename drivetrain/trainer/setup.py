@@ -135,10 +135,7 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it.
-
-    If `accumulate` is None, the number is that of the engine. The strategy must support the resulting options.
-    """
+    """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it."""
     # The launcher passes its options in environment variables.
     launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
@@ -176,10 +173,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
-    """Parse the argument `devices` into the number of processes and, if given, the indices of their devices.
-
-    The number is `"auto"` or -1 for all devices.
-    """
+    """Parse the argument `devices` into the number of processes and, if given, the indices of their devices."""
     if isinstance(devices, str) and "," in devices:
         numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
     elif isinstance(devices, list | tuple):

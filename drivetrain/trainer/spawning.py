@@ -114,10 +114,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Return the `Outcome` of a Trainer's run, to be sent to the process that started the run.
-
-        Tensors are moved to the CPU.
-        """
+        """Return the `Outcome` of a Trainer's run, to be sent to the process that started the run."""
         assert trainer.task is not None
         return cls(
             _on_host(result),

@@ -119,10 +119,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Raise an error for hooks that are no longer supported, and warn about misspelled hooks.
-
-    Checks the task, the data module and all callbacks.
-    """
+    """Raise an error for hooks that are no longer supported, and warn about misspelled hooks."""
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:
         owners.append((data, DataModule))
@@ -201,10 +198,7 @@ def described(value: Any) -> str:
 
 
 def warn_of_evaluation_mode(task: Task) -> None:
-    """Warn once if some of the task's modules are in evaluation mode when `fit` begins.
-
-    The modules stay in that mode during training.
-    """
+    """Warn once if some of the task's modules are in evaluation mode when `fit` begins."""
     modes = [module.training for module in task.modules()]
     evaluating = modes.count(False)
     if not evaluating:

@@ -25,10 +25,7 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the launch settings that are given in environment variables, by name of the setting.
-
-    Variables of the other launcher (`ACCELERATE_*`) are read as well.
-    """
+    """Return the launch settings that are given in environment variables, by name of the setting."""
     everything = os.environ if environ is None else environ
     # Every Accelerator calls this several times, so search the environment once instead of twice per setting.
     variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}

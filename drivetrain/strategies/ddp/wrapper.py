@@ -36,10 +36,7 @@ _UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Test of whether DDP needs `find_unused_parameters`, which costs time. Made during the first steps.
-
-    It needs no communication, since the reducer already sums the used parameters over all processes.
-    """
+    """Test of whether DDP needs `find_unused_parameters`, which costs time. Made during the first steps."""
 
     def __init__(
         self,

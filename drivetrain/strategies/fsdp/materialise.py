@@ -73,10 +73,7 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Loader that fills a sharded model with values from rank 0, one parameter at a time to save memory.
-
-    Other processes hold at most one full parameter at a time.
-    """
+    """Loader that fills a sharded model with values from rank 0, one parameter at a time to save memory."""
 
     def __init__(self, device: torch.device, rank: int, peers: bool) -> None:
         self._device, self._peers = device, peers

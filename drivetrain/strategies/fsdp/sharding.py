@@ -104,10 +104,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Module and name of a registered parameter, by which to find the parameter that sharding puts there.
-
-    Recorded before sharding, which registers another parameter under the name.
-    """
+    """Module and name of a registered parameter, by which to find the parameter that sharding puts there."""
 
     module: nn.Module
     name: str

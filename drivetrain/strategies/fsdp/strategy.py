@@ -92,10 +92,7 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over gradients that are sharded alike, or their maximum for infinite p.
-
-    `group` is the mesh and its sharded dimensions. A collective call if it is not None.
-    """
+    """Return the sum of |g|^p over gradients that are sharded alike, or their maximum for infinite p."""
     held = [each for each in locals_ if each.numel()]
     device = locals_[0].device
     # Every process must choose the same dtype for the all-reduce, even without elements of its own.

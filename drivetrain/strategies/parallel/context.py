@@ -446,10 +446,7 @@ class SequenceStep(nn.Module):
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step on this process's part of a batch of full sequences, and return the step's output.
-
-        In evaluation, the output is gathered to full sequences.
-        """
+        """Run a step on this process's part of a batch of full sequences, and return the step's output."""
         own = self._split(batch)
         before = self._attention.calls
         with self._attention.entered():

@@ -137,10 +137,7 @@ def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
 
 
 def whole_outputs_without_gradients(module: nn.Module) -> None:
-    """Register a forward hook that gathers a module's sharded outputs to full tensors while gradients are disabled.
-
-    With gradients, the outputs stay sharded by class for the parallel loss.
-    """
+    """Register a forward hook that gathers a module's sharded outputs to full tensors while gradients are disabled."""
 
     def make_whole(module: nn.Module, inputs: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
@@ -301,10 +298,7 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 
 
 class CopyCheck:
-    """Checker that tensor-parallel copies of a parameter have equal gradients on all processes.
-
-    With unequal gradients the copies would drift apart without an error.
-    """
+    """Checker that tensor-parallel copies of a parameter have equal gradients on all processes."""
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self._mesh = mesh

@@ -19,10 +19,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Way of rounding floats to bfloat16 on XLA: the option that selects it, and the environment variable to set.
-
-    The option and the variable are None without rounding.
-    """
+    """Way of rounding floats to bfloat16 on XLA: the option that selects it, and the environment variable to set."""
 
     option: str | None = None
     variable: str | None = None

@@ -320,10 +320,7 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return how a tensor-parallel plan splits parameters: a mesh axis or None per dimension, by name.
-
-    XLA derives from these axes how to split the computation.
-    """
+    """Return how a tensor-parallel plan splits parameters: a mesh axis or None per dimension, by name."""
     if devices == 1 or plan is None:
         return {}
     from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model

@@ -94,10 +94,7 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """Return the prepared training loader. Create it on the first call, if outdated, or if `again` is True.
-
-        Several loaders become one `CombinedLoader`.
-        """
+        """Return the prepared training loader. Create it on the first call, if outdated, or if `again` is True."""
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
@@ -131,10 +128,7 @@ class LoaderSource:
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Create the validation, test or prediction loaders, and return them as a list, prepared for the device.
-
-        A `CombinedLoader` counts as one loader. One in sequential mode is split into its loaders.
-        """
+        """Create the validation, test or prediction loaders, and return them as a list, prepared for the device."""
         raw = self.raw()
         if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
             raw = with_same_batches(raw, self._stage, self._most_batches())
@@ -230,10 +224,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """Apply a limit such as `limit_train_batches` to a loader's length, and return how many batches to run.
-
-    Infinity if the length is unknown and there is no limit.
-    """
+    """Apply a limit such as `limit_train_batches` to a loader's length, and return how many batches to run."""
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
     if isinstance(limit, int):

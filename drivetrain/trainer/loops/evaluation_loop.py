@@ -84,10 +84,7 @@ class EvaluationLoop:
         self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
-        """Return the prepared evaluation loaders. Create them on the first call, and again when outdated.
-
-        Loaders are outdated after `reload_dataloaders_every_n_epochs` epochs, or once a setting of theirs has changed.
-        """
+        """Return the prepared evaluation loaders. Create them on the first call, and again when outdated."""
         trainer = self._trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         stale = every and epoch - self._loaded_in >= every and self._stage is Stage.VALIDATE
@@ -244,10 +241,7 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Put the task's modules into evaluation mode for the `with` block, then restore each module's previous mode.
-
-    Calls the task's hooks for both changes, such as `on_test_model_eval`.
-    """
+    """Put the task's modules into evaluation mode for the `with` block, then restore each module's previous mode."""
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
@@ -381,10 +375,7 @@ def evaluate_logged(
 
 
 def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
-    """Create the loop that validates within `fit`, or return None if nothing is to be validated.
-
-    That is the case without validation data, without a `validation_step`, and with `limit_val_batches=0`.
-    """
+    """Create the loop that validates within `fit`, or return None if nothing is to be validated."""
     if trainer.limit_val_batches == 0:
         return None
     if not trainer.barebones:
@@ -447,10 +438,7 @@ class PredictionLoop:
         self._feed: Feed
 
     def run(self) -> list[Any]:
-        """Run the prediction, and return the outputs of `predict_step` in the order of the data.
-
-        The outputs are a list, or a list per loader if there are several loaders.
-        """
+        """Run the prediction, and return the outputs of `predict_step` in the order of the data."""
         trainer, hooks = self._trainer, self._trainer.hooks
         if self._limit == 0:
             trainer.current.evaluation_batches.pop(Stage.PREDICT, None)
@@ -546,10 +534,7 @@ class PredictionLoop:
 
 
 def _real_rows(info: BatchInfo | None, output: Any) -> Any:
-    """Return a prediction without the rows that only pad its batch, or None if all rows are padding.
-
-    Tensors whose first dimension is the number of rows are cut. Other values are returned unchanged.
-    """
+    """Return a prediction without the rows that only pad its batch, or None if all rows are padding."""
     if info is None or not info.padding:
         return output
     if info.real_rows == 0:

@@ -178,10 +178,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the run's stage, current batch and loader lengths after trial steps in the `with` block.
-
-        The user's loaders are not restored.
-        """
+        """Restore the run's stage, current batch and loader lengths after trial steps in the `with` block."""
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
         try:

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -46,7 +46,7 @@ GRACE_SECONDS = 2.0
 """Seconds that the main thread has to raise `KeyboardInterrupt` after a second Ctrl-C, before the process ends."""
 
 EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of signals during an evaluation."""
+"""Seconds between two exchanges of signals or stop requests between ranks."""
 
 _END = b"\0"
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -206,9 +206,6 @@ def _leave_pipes() -> None:
 
 logger = get_logger(__name__)
 
-EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of stop requests."""
-
 CLOCK_SECONDS = 0.05
 """Seconds between two reads of the clock in a single-process run."""
 
@@ -274,6 +271,10 @@ class RunControl:
         self._stops = StopExchange(world_size)
         self.options = options
         self.identity = uuid.uuid4().hex
+        self.begin()
+
+    def begin(self) -> None:
+        """Clear all stop requests, signals and rollbacks of the previous run, before a new run begins."""
         self.stop_requested = self.stop_agreed = False
         self.rollback_path: str | None = None
         self.batches_to_skip: set[tuple[int, int]] = set()
@@ -282,28 +283,12 @@ class RunControl:
         self._forced: set[StopReason] = set()  # these end a run regardless of `min_epochs` and `min_steps`
         self._requested_by = ""
         self._requests: dict[str, str] = {}  # asker to reason
-        self._stops_for_good = False
-        self._signals = Interruption(self._on_signal)
-        self._started = 0.0
-        self._has_declined = False
-
-    def begin(self) -> None:
-        """Clear all stop requests, signals and rollbacks of the previous run, before a new run begins."""
-        self.stop_requested = self.stop_agreed = False
-        self.rollback_path = None
-        self.batches_to_skip.clear()
-        self.reason, self.details = None, ""
-        self._forced.clear()
-        self._requested_by, self._stops_for_good = "", False
-        self._requests.clear()
-        self._has_declined = False
+        self._stops_for_good = self._has_declined = False
         self._signals = Interruption(self._on_signal)
         self.start_clock()
 
-    @contextmanager
-    def signals_watched(self) -> Iterator[None]:
-        with self._signals.watched():
-            yield
+    def signals_watched(self) -> AbstractContextManager[None]:
+        return self._signals.watched()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -570,10 +555,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Finish the run: record the reason why training ended, which `trainer.stop_reason` returns.
-
-        A signal or `max_time` takes precedence over other reasons.
-        """
+        """Finish the run: record the reason why training ended, which `trainer.stop_reason` returns."""
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
         elif self.interrupted:

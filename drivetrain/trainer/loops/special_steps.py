@@ -53,10 +53,7 @@ class StepWithoutLoss(StepVetoed):
 
 
 class ClosureStep(PlainStep):
-    """Optimizer step for optimizers such as L-BFGS, which call a closure that computes the gradients.
-
-    The closure may be called several times. Also used for tasks that override `optimizer_step`.
-    """
+    """Optimizer step for optimizers such as L-BFGS, which call a closure that computes the gradients."""
 
     _keeps_window = True
     _announced: PendingBatch | None = None

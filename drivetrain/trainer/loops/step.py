@@ -110,10 +110,7 @@ class StepOutput:
 
 
 def detached(output: Any) -> Any:
-    """Detach the output of `training_step` from the autograd graph, for `on_train_batch_end`.
-
-    A tensor becomes a dict with the tensor under `"loss"`.
-    """
+    """Detach the output of `training_step` from the autograd graph, for `on_train_batch_end`."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):
@@ -416,10 +413,7 @@ class PlainStep:
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Compute the gradients of a step and discard them, to find out whether the batches fit into memory.
-
-        No optimizer steps, and the gradients are not reduced over ranks.
-        """
+        """Compute the gradients of a step and discard them, to find out whether the batches fit into memory."""
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
             for micro_batch in window:

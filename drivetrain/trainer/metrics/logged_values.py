@@ -198,10 +198,7 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, fold: bool = True) -> dict[str, Any]:
-        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks.
-
-        With `fold=False`, stored values are not part of the total.
-        """
+        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks."""
         if fold:
             self.fold()
         return {
@@ -521,10 +518,7 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[Call]]:
-        """Yield a list that collects all `self.log` calls of the `with` block. Their values are not stored.
-
-        Calls during `skips` are dropped.
-        """
+        """Yield a list that collects all `self.log` calls of the `with` block. Their values are not stored."""
         calls: list[Call] = []
 
         def collect(name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
@@ -543,10 +537,7 @@ class LoggedValues:
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Store a value that a task logs with `self.log`, or raise an error if its options are invalid.
-
-        `batch_size` is its weight in a mean, by default the number of rows of the batch.
-        """
+        """Store a value that a task logs with `self.log`, or raise an error if its options are invalid."""
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
             entry = self._with_new_function(entry, arguments) or self._register(name, value, arguments)
@@ -767,10 +758,7 @@ class LoggedValues:
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
     def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
-        """Return the newest values that were logged with `prog_bar=True`, by name, for the progress bar.
-
-        `with_evaluation_steps` adds single steps of validation and test outside these stages.
-        """
+        """Return the newest values that were logged with `prog_bar=True`, by name, for the progress bar."""
         values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
         entries: list[LoggedValue] = []
         if with_evaluation_steps:
@@ -937,10 +925,7 @@ class _Call(NamedTuple):
 
 
 class HeldBack:
-    """Buffer for `self.log` calls while a micro-batch is processed in several parts to save memory.
-
-    Each value is then logged once per micro-batch instead of once per part.
-    """
+    """Buffer for `self.log` calls while a micro-batch is processed in several parts to save memory."""
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged

@@ -97,10 +97,7 @@ class TrackerLog:
                 self.write(numbers, step)
 
     def write_evaluation_step(self) -> None:
-        """Write the values that an evaluation step logged with `on_step=True` to the trackers.
-
-        Their step number is the number of batches that were evaluated before.
-        """
+        """Write the values that an evaluation step logged with `on_step=True` to the trackers."""
         values, number = self.trainer.logged.end_evaluation_batch()
         if values and self.trainer.tracker_group.writes_here:
             self.write(to_numbers(values), number)
@@ -137,10 +134,7 @@ class TrackerLog:
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Send numbers to this rank's experiment trackers, without waiting until they are written.
-
-        Does nothing on ranks whose trackers do not write.
-        """
+        """Send numbers to this rank's experiment trackers, without waiting until they are written."""
         trainer = self.trainer
         if trainer.tracker_group.writes_here:
             self.written.update(values)

@@ -53,10 +53,7 @@ class Actions:
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the name of a callback's hook in profiler reports, such as `[Callback]Timer.on_fit_start`.
-
-        The name contains the callback's `state_key` if there are several callbacks of its class.
-        """
+        """Return the name of a callback's hook in profiler reports, such as `[Callback]Timer.on_fit_start`."""
         # The class name alone is ambiguous if there are several callbacks of a class.
         twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"

@@ -216,10 +216,7 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """Return the schedule that `torch.profiler` follows for a kind of step, such as `"training_step"`.
-
-        If an epoch is too short for the schedule, warn and record every step.
-        """
+        """Return the schedule that `torch.profiler` follows for a kind of step, such as `"training_step"`."""
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:

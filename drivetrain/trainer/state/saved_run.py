@@ -162,10 +162,7 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Update the task's buffers in the snapshot, after a callback such as `WeightAveraging` exchanged them.
-
-        Does nothing between two steps.
-        """
+        """Update the task's buffers in the snapshot, after a callback such as `WeightAveraging` exchanged them."""
         if self.is_open:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
@@ -494,10 +491,7 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the loader position and random state after the last finished step, for a checkpoint.
-
-    Outside `fit`, the result is empty.
-    """
+    """Return the loader position and random state after the last finished step, for a checkpoint."""
     if trainer.loop is None:
         return Moment()
     batches, progress = trainer.loop.batches, trainer.progress

@@ -227,10 +227,7 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for a search in the `with` block, on rank 0 and if the Trainer shows progress bars.
-
-    Yields a function that advances the bar by one step and shows the given values.
-    """
+    """Show a progress bar for a search in the `with` block, on rank 0 and if the Trainer shows progress bars."""
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
         return

@@ -72,10 +72,7 @@ class _Unregistered:
 
 
 class StageModule(nn.Module):
-    """Module that runs one pipeline stage of a model, and that contains only the parameters of this stage.
-
-    Sharding and compilation are applied to this module. Its parameters are those of the stage.
-    """
+    """Module that runs one pipeline stage of a model, and that contains only the parameters of this stage."""
 
     def __init__(
         self,

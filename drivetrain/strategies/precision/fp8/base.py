@@ -34,10 +34,7 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make a model's linear layers in `layers` compute in float8, and leave those in `kept` unchanged.
-
-        Parameters and their names stay unchanged.
-        """
+        """Make a model's linear layers in `layers` compute in float8, and leave those in `kept` unchanged."""
 
     def context(self) -> AbstractContextManager[Any] | None:
         """Return the context in which forward passes with this backend must run, or None if they need none."""
