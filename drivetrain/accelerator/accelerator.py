@@ -68,7 +68,7 @@ from drivetrain.data import (
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import ConfigurationError, MadeAgain, known_keywords, warn_ignored
+from drivetrain.runtime.errors import ConfigurationError, MadeAgain, hide_inner_frames, known_keywords, warn_ignored
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Given, RunOptions, SplitsSequences
@@ -1130,7 +1130,11 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
             weight: The weight of the summed loss, such as the number of tokens.
             **kwargs: Arguments of `Tensor.backward`.
         """
-        self.optimizer_step.backward(loss, weight, **kwargs)
+        try:
+            self.optimizer_step.backward(loss, weight, **kwargs)
+        except Exception as error:
+            hide_inner_frames(error)
+            raise
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Undo the loss scaling of fp16 in the gradients. Call it before you read or change gradients.

@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -29,11 +30,13 @@ from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.report import RankFailure, describe, first_failure
 from drivetrain.runtime import xla
 from drivetrain.runtime.devices import cpu_is_requested, detect_device_kind, get_device_kind
-from drivetrain.runtime.errors import ConfigurationError, LaunchError, short_tracebacks
+from drivetrain.runtime.errors import ConfigurationError, LaunchError, is_library, known_keywords, short_tracebacks
 from drivetrain.runtime.state import PartialState, leave_run
 from drivetrain.runtime.terminal import flush_output
 
 _MOST_LINES = 12
+_FRAME = re.compile(r'  File "(.+)", line \d+, in ')
+_SEE_ALL = "`import sys; print(sys.last_value)` shows all"
 
 
 class NotebookError(LaunchError):
@@ -41,11 +44,29 @@ class NotebookError(LaunchError):
 
     def _render_traceback_(self) -> list[str]:
         lines = str(self).splitlines()
+        if len(lines) > _MOST_LINES:
+            lines = _without_library_frames(lines)
         left_out = len(lines) - _MOST_LINES
         if left_out <= 0:
             return lines
-        note = f"  ... {left_out + 1} lines are left out: `import sys; print(sys.last_value)` shows all"
+        note = f"  ... {left_out + 1} lines are left out: {_SEE_ALL}"
         return [*lines[:2], note, *lines[left_out + 3 :]]
+
+
+def _without_library_frames(lines: list[str]) -> list[str]:
+    """Remove the frames of drivetrain, torch and the standard library from the lines of a traceback."""
+    kept: list[str] = []
+    is_hidden = False
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None:
+            is_hidden = is_library(frame[1])
+        elif not line.startswith("    "):
+            is_hidden = False
+        if not is_hidden:
+            kept.append(line)
+    left_out = len(lines) - len(kept)
+    return [*kept[:-1], f"  ... {left_out} lines of libraries are left out: {_SEE_ALL}", kept[-1]] if left_out else kept
 
 
 def cloudpickle_module() -> Any:
@@ -561,6 +582,7 @@ def _end_with_parent() -> None:
 _START_METHODS = ("fork", "spawn")
 
 
+@known_keywords
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),

@@ -25,7 +25,7 @@ from drivetrain.runtime.terminal import shown
 class DrivetrainError(Exception):
     """Base class of all exceptions that drivetrain raises deliberately.
 
-    The launcher reports such an error with a short traceback that omits most of drivetrain's own frames.
+    The launcher and notebooks report such an error with a short traceback that omits most of drivetrain's own frames.
     """
 
     has_short_traceback = True
@@ -38,6 +38,12 @@ class DrivetrainError(Exception):
     def message(self) -> str:
         """Text of the exception, to be quoted in another message."""
         return str(self)
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints for this exception, which calls this method."""
+        with short_tracebacks(self, self.__traceback__, of_ours=0):
+            show = sys.modules["IPython"].get_ipython().InteractiveTB.structured_traceback
+            return show(type(self), self, self.__traceback__)  # type: ignore[no-any-return]
 
 
 class ConfigurationError(DrivetrainError, ValueError):
@@ -157,22 +163,31 @@ FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
 
 
 @contextmanager
-def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Iterator[None]:
+def short_tracebacks(error: BaseException, trace: TracebackType | None, *, of_ours: int = 3) -> Iterator[None]:
     """Context manager that hides drivetrain's internal frames in the traceback of a `DrivetrainError`.
 
     Frames of user code are kept. Tracebacks of other exceptions are not changed. Afterwards all tracebacks are
     restored.
+
+    Args:
+        error: The exception.
+        trace: The traceback to show for it.
+        of_ours: Maximum number of drivetrain's frames to keep.
     """
     links = list(_exception_chain(error))
     before = [link.__traceback__ for link in links]
     error.__traceback__ = trace
     try:
-        if os.environ.get(FULL_VARIABLE, "").lower() not in {"1", "true", "yes", "on"}:
-            _shorten(links)
+        if _shortens():
+            _shorten(links, of_ours)
         yield
     finally:
         for link, whole in zip(links, before, strict=True):
             link.__traceback__ = whole
+
+
+def _shortens() -> bool:
+    return os.environ.get(FULL_VARIABLE, "").lower() not in {"1", "true", "yes", "on"}
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
@@ -185,14 +200,14 @@ def _exception_chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _shorten(links: list[BaseException]) -> None:
+def _shorten(links: list[BaseException], of_ours: int) -> None:
     is_below = False
     for link in links:
         if is_below:
             # A cause of the error: only user code in it matters, such as a dataset that fails.
             link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=0)
         elif getattr(link, "has_short_traceback", False):
-            link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=3)
+            link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours)
             is_below = True
 
 
@@ -232,6 +247,24 @@ def _is_library_frame(trace: TracebackType) -> bool:
     return generated or is_library(code.co_filename)
 
 
+def hide_inner_frames(error: BaseException) -> None:
+    """Mark the frames of drivetrain and torch in a traceback, so that IPython does not print them.
+
+    IPython and its debugger skip frames that have a local variable `__tracebackhide__`. `%xmode show` prints them.
+    Has no effect outside IPython.
+    """
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None or not _shortens():
+        return
+    for link in _exception_chain(error):
+        trace = link.__traceback__
+        while trace is not None:
+            # The locals of a module are its namespace, which must not change.
+            if trace.tb_frame.f_code.co_flags & inspect.CO_OPTIMIZED and _is_library_frame(trace):
+                trace.tb_frame.f_locals["__tracebackhide__"] = True
+            trace = trace.tb_next
+
+
 # Unknown keyword arguments
 
 
@@ -243,7 +276,10 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 
 def known_keywords(function: F) -> F:
-    """Decorate a function so that a misspelled keyword argument raises an error that suggests the closest name."""
+    """Decorate a function so that a misspelled keyword argument raises an error that suggests the closest name.
+
+    Errors in the function get short tracebacks in notebooks.
+    """
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return function
@@ -252,7 +288,11 @@ def known_keywords(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         if keywords.keys() <= taken.keys():
-            return function(*args, **keywords)
+            try:
+                return function(*args, **keywords)
+            except Exception as error:
+                hide_inner_frames(error)
+                raise
         unknown = next(name for name in keywords if name not in taken)
         raise unknown_argument(function.__qualname__.removesuffix(".__init__"), unknown, taken)
 
