@@ -180,8 +180,8 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         return launch_with_ray(options, script, args)
     if not (hasattr(signal, "SIGUSR1") and hasattr(os, "fork")):
         raise LaunchError(
-            "drivetrain starts several processes on Linux, macOS and WSL only. On Windows run the script in one "
-            "process (`python script.py`, Trainer(devices=1)), or in WSL."
+            "The launcher starts processes on Linux, macOS and WSL only. On Windows run `python script.py` with "
+            "Trainer(devices=1), or with Trainer(strategy='ddp_spawn') for several processes. Or use WSL."
         )
     plan = LaunchPlan.make(options)
     if options.debug:

@@ -99,8 +99,8 @@ def check_forkable(kind: str) -> None:
     """Raise a `LaunchError` if no process may be forked that uses a kind of device."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
-            "Starting processes from a notebook needs fork, which this system does not have. Save the training as a "
-            "file and run `drivetrain launch` on it."
+            'This system has no fork. To start new interpreters instead, use notebook_launcher(start_method="spawn") '
+            "or Trainer(strategy='ddp_spawn')."
         )
     if not get_device_kind(kind).forks:
         raise LaunchError(f"{kind} devices cannot be used in forked processes: {_SPAWN}")

@@ -10,19 +10,10 @@ from pathlib import Path
 import pytest
 
 WITHOUT = """
-import fcntl, os, signal, sys, types
-import psutil, torch, torch.distributed.checkpoint  # which have their own ways on Windows
+import multiprocessing, os, signal, sys
+import filelock, psutil, torch, torch.distributed.checkpoint  # which have their own ways on Windows
 
-held = fcntl.flock
-
-
-def locking(descriptor, mode, count):
-    held(descriptor, fcntl_modes[mode])
-
-
-fcntl_modes = {0: fcntl.LOCK_UN, 2: fcntl.LOCK_EX | fcntl.LOCK_NB}
-msvcrt = sys.modules["msvcrt"] = types.ModuleType("msvcrt")
-msvcrt.locking, msvcrt.LK_UNLCK, msvcrt.LK_NBLCK = locking, 0, 2
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None
 for name in (
@@ -83,7 +74,16 @@ SEVERAL_PROCESSES = {
     "launch": "sys.argv[1:] = 'launch --cpu --num_processes 2 x.py'.split(); main()",
     "test": "sys.argv[1:] = 'test --cpu --num_processes 2'.split(); main()",
     "devices": "Trainer(accelerator='cpu', devices=2, logger=False).fit(Regression(), batches)",
+    "notebook": "import drivetrain; drivetrain.notebook_launcher(print, num_processes=2)",
 }
+
+SPAWN = """
+if __name__ == "__main__":
+    batches = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, default_root_dir=sys.argv[1])
+    trainer.fit(Regression(), batches)
+    assert trainer.global_step == 2, trainer.global_step
+"""
 
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -99,8 +99,13 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 def test_several_processes_are_refused_in_one_sentence(way: str, tmp_path: Path) -> None:
     done = run(tmp_path, f"{WITHOUT}\n{RUN.partition('first = ')[0]}\n{SEVERAL_PROCESSES[way]}")
     assert done.returncode != 0
-    assert "starts several processes on Linux, macOS and WSL only" in done.stderr
+    assert "Trainer(strategy='ddp_spawn')" in done.stderr
     assert "AttributeError" not in done.stderr
+
+
+def test_spawned_processes_train(tmp_path: Path) -> None:
+    done = run(tmp_path, WITHOUT + RUN.partition("batches = ")[0] + SPAWN)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", ["--help", "env", "runs", "launch --help", "config --config_file c.yaml default"])
