@@ -6,11 +6,12 @@ import copy
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +60,7 @@ class Samples:
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
     """Return a batch's predictions or targets, detached and without rows that only pad the batch."""
-    if hasattr(values, "__array__") and not isinstance(values, Tensor):
-        values = torch.as_tensor(values)
+    values = as_rows(values)
     if isinstance(values, Tensor) and values.dim() == 0:
         raise DataError(
             f"EvaluationGather got {what} without a dimension for the samples, such as a mean over the batch. "
@@ -84,9 +84,31 @@ def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any
     return recursively_apply(lambda leaf: leaf.detach(), list(kept))
 
 
+def as_rows(values: Any) -> Any:
+    """Return an array as a tensor, or as a list if torch has no such dtype. Other values are returned unchanged."""
+    if isinstance(values, Tensor) or not hasattr(values, "__array__"):
+        return values
+    array = np.asarray(values)
+    try:
+        return torch.as_tensor(array)
+    except TypeError:  # texts, dates and objects
+        return array.tolist()
+
+
+def flat_columns(outputs: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the values of a step's dict by name. Those of a dict in the dict are named `"outer.inner"`."""
+    flat: dict[str, Any] = {}
+    for key, value in outputs.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{name}": inner for name, inner in flat_columns(value).items()})
+        else:
+            flat[str(key)] = as_rows(value)
+    return flat
+
+
 def has_rows(values: Any, rows: int) -> bool:
-    if hasattr(values, "__array__") or isinstance(values, Tensor):
-        return len(values.shape) > 0 and len(values) == rows
+    if isinstance(values, Tensor):
+        return values.dim() > 0 and len(values) == rows
     return isinstance(values, (list, tuple)) and len(values) == rows
 
 
@@ -131,11 +153,11 @@ def _samples_of(parts: Sequence[Part]) -> Samples:
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
         logger.warning("EvaluationGather omits %s from the file: not every batch returned these values.", missing)
-    others = {name: _joined([part.others[name] for part in parts]) for name in names}
-    return Samples(_joined([part.values[0] for part in parts]), _joined([part.values[1] for part in parts]), others)
+    others = {name: joined([part.others[name] for part in parts]) for name in names}
+    return Samples(joined([part.values[0] for part in parts]), joined([part.values[1] for part in parts]), others)
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def joined(values: Sequence[Any]) -> Any:
     """Concatenate batches of predictions or targets: to a tensor if shapes and dtypes match, else to a list."""
     if any(each is None for each in values):
         return None
@@ -182,24 +204,33 @@ def _write_pt(samples: Samples, path: Path) -> None:
 
 
 def _write_npz(samples: Samples, path: Path) -> None:
-    import numpy as np
-
     arrays = {
         name: (values.float() if values.dtype is torch.bfloat16 else values).numpy()
         if isinstance(values, Tensor)
-        else np.asarray(values)
+        else _array(values)
         for name, values in _named(samples).items()
     }
     with path.open("wb") as file:  # given a file name, numpy would append .npz
         np.savez(file, allow_pickle=True, **arrays)
 
 
+def _array(values: Sequence[Any]) -> Any:
+    """Return an array of texts or numbers with one item per sample, or of objects if the items are anything else."""
+    rows = plain(values)
+    if all(isinstance(row, (str, bool, int, float)) for row in rows):
+        return np.asarray(rows)
+    array = np.empty(len(rows), dtype=object)
+    array[:] = rows
+    return array
+
+
 def _write_csv(samples: Samples, path: Path) -> None:
     columns: list[str] = ["index"]
     cells: list[list[Any]] = []
     for name, values in _named(samples, "prediction", "target").items():
-        rows = [_flat(row) for row in _rows(values)]
+        rows = [_flat(row) for row in plain(values)]
         width = max((len(row) for row in rows), default=1)
+        rows = [row + [None] * (width - len(row)) for row in rows]
         columns += [name] if width == 1 else [f"{name}_{number}" for number in range(width)]
         cells = [old + row for old, row in zip(cells or [[] for _ in rows], rows, strict=True)]
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -209,11 +240,11 @@ def _write_csv(samples: Samples, path: Path) -> None:
 
 
 def _write_jsonl(samples: Samples, path: Path) -> None:
-    columns = {name: _rows(values) for name, values in _named(samples, "prediction", "target").items()}
+    columns = {name: plain(values) for name, values in _named(samples, "prediction", "target").items()}
     with path.open("w", encoding="utf-8") as file:
         for index, row in enumerate(zip(*columns.values(), strict=True)):
             cells = {"index": index, **dict(zip(columns, row, strict=True))}
-            file.write(json.dumps(cells, ensure_ascii=False) + "\n")
+            file.write(json.dumps(cells, ensure_ascii=False, default=str) + "\n")
 
 
 _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
@@ -224,10 +255,12 @@ _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
 }
 
 
-def _rows(values: Any) -> Iterable[Any]:
-    if isinstance(values, Tensor):
-        return list(values.tolist())
-    return [row.tolist() if isinstance(row, Tensor) else row for row in values]
+def plain(values: Any) -> list[Any]:
+    """Return a column as a list, with Python numbers and lists in place of tensors and arrays."""
+    listed: list[Any] = recursively_apply(
+        lambda each: each.tolist(), values, test_type=lambda each: hasattr(each, "tolist")
+    )
+    return listed if isinstance(listed, list) else list(listed)
 
 
 def _flat(row: Any) -> list[Any]:
@@ -395,11 +428,10 @@ class EvaluationGather(Callback):
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}
-        for key, values in outputs.items():
-            if key in (self.predictions, self.targets):
-                continue
+        rest = {key: values for key, values in outputs.items() if key not in (self.predictions, self.targets)}
+        for key, values in flat_columns(rest).items():
             if has_rows(values, len(predictions)):
-                others[str(key)] = real_rows(values, len(predictions), keep, str(key))
+                others[key] = real_rows(values, len(predictions), keep, key)
             elif key != "loss":
                 logger.warning_once(
                     "EvaluationGather omits %r from the file: it does not have one row per sample.", key

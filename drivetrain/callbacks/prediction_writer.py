@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.evaluation_gather import flat_columns, has_rows, joined, plain
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
 from drivetrain.runtime.memory import HostBlocks
 from drivetrain.runtime.pytrees import recursively_apply
@@ -55,21 +56,24 @@ def remove_old(folder: Path) -> None:
         found.unlink()
 
 
-def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
-    """Write columns to a prediction file, replacing it atomically. The format's extension is appended to `path`."""
+def write(columns: Mapping[str, Any], path: Path, file_format: str) -> None:
+    """Write columns to a prediction file, replacing it atomically. The format's extension is appended to `path`.
+
+    Args:
+        columns: The columns by name: tensors with a row, or lists with an item, for each sample.
+        path: The file without its extension.
+        file_format: `"parquet"` or `"safetensors"`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     final = path.with_name(f"{path.name}.{file_format}")
     beside = path.with_name(f".{os.getpid()}-{final.name}")
-    if file_format == "parquet":
-        _write_parquet(columns, beside)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(columns, beside)
+    # Batches whose tensors differ in shape or dtype become a list of tensors.
+    columns = {name: value if isinstance(value, Tensor) else plain(value) for name, value in columns.items()}
+    (_write_parquet if file_format == "parquet" else _write_safetensors)(columns, beside)
     os.replace(beside, final)
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read(folder: Path) -> dict[str, Any]:
     """Return the columns of all prediction files in a folder, with rows sorted by sample index."""
     found = _found(folder)
     whole = [each for each in found if each.name.startswith("predictions-")]
@@ -77,38 +81,83 @@ def read(folder: Path) -> dict[str, Tensor]:
     parts = [_read(each) for each in whole or found]
     if not parts:
         raise DataError(f"There are no predictions in {folder}. Pass the directory that PredictionWriter wrote.")
-    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    columns = {name: joined([part[name] for part in parts]) for name in parts[0]}
     order = torch.argsort(columns["index"])
-    return {name: value[order] for name, value in columns.items()}
+    return {
+        name: values[order] if isinstance(values, Tensor) else [values[row] for row in order.tolist()]
+        for name, values in columns.items()
+    }
 
 
 def _found(folder: Path) -> list[Path]:
     return sorted(p for pattern in _PATTERNS for suffix in FORMATS for p in folder.glob(f"{pattern}.{suffix}"))
 
 
-def _write_parquet(columns: dict[str, Tensor], path: Path) -> None:
+# Lists in safetensors are JSON texts, stored as bytes. In parquet they are columns of texts, or of JSON texts if an
+# item is anything else.
+
+
+def _write_safetensors(columns: Mapping[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    lists = {name: _json(values) for name, values in columns.items() if not isinstance(values, Tensor)}
+    tensors = {name: values for name, values in columns.items() if isinstance(values, Tensor)}
+    tensors |= {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in lists.items()}
+    save_file(tensors, path, metadata={"drivetrain.lists": json.dumps(list(lists))})
+
+
+def _write_parquet(columns: Mapping[str, Any], path: Path) -> None:
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     arrays: list[Any] = []
     shapes: dict[str, list[int]] = {}
+    texts: list[str] = []
     for name, value in columns.items():
+        if not isinstance(value, Tensor):
+            if all(isinstance(item, str) for item in value):
+                texts.append(name)
+            arrays.append(arrow.array(value if name in texts else [_json(item) for item in value], arrow.string()))
+            continue
         # Arrow has no bfloat16 type.
         flat = arrow.array((value.float() if value.dtype is torch.bfloat16 else value).reshape(-1).numpy())
         # An Arrow list has one dimension, so the metadata of the file store the shape of a row.
         shapes[name] = list(value.shape[1:])
         arrays.append(arrow.FixedSizeListArray.from_arrays(flat, math.prod(shapes[name])) if value.dim() > 1 else flat)
     table = arrow.table(arrays, names=list(columns))
-    parquet.write_table(table.replace_schema_metadata({"drivetrain.shapes": json.dumps(shapes)}), path)
+    metadata = {"drivetrain.shapes": json.dumps(shapes), "drivetrain.texts": json.dumps(texts)}
+    parquet.write_table(table.replace_schema_metadata(metadata), path)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _from_json(text: str | bytes) -> Any:
+    return _with_tuples(json.loads(text))
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of lists, so that it can be a key of a dict."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def _read(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+        from safetensors import safe_open
 
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no __iter__
+            lists = json.loads((file.metadata() or {}).get("drivetrain.lists", "[]"))
+        return found | {name: list(_from_json(found[name].numpy().tobytes())) for name in lists}
     table = importlib.import_module("pyarrow.parquet").read_table(path)
     shapes = json.loads(table.schema.metadata[b"drivetrain.shapes"])
-    columns = {}
+    texts = json.loads(table.schema.metadata.get(b"drivetrain.texts", "[]"))
+    columns: dict[str, Any] = {}
     for name in table.column_names:
+        if name not in shapes:
+            columns[name] = [item if name in texts else _from_json(item) for item in table[name].to_pylist()]
+            continue
         array = table[name].combine_chunks()
         values = array.flatten() if shapes[name] else array
         columns[name] = torch.tensor(values.to_numpy(zero_copy_only=False)).reshape(len(table), *shapes[name])
@@ -218,8 +267,7 @@ class BasePredictionWriter(Callback):
         if info is not None and info.padding:
             if info.is_padding:
                 return
-            rows, keep = info.rows, info.real_rows
-            outputs = recursively_apply(lambda t: t[:keep] if t.dim() and t.shape[0] == rows else t, outputs)
+            outputs = _without_padding(outputs, info.rows, info.real_rows)
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
@@ -251,7 +299,8 @@ class BasePredictionWriter(Callback):
 class PredictionWriter(BasePredictionWriter):
     """Callback that writes predictions to files with one row per sample. Each process writes files of its own.
 
-    `predict_step` must return a tensor with one row per sample, or a dict of such tensors, which become the columns. A
+    `predict_step` must return one row per sample, or a dict of such values, which become the columns. A value is a
+    tensor or an array with a row, or a list with an item, for each sample. Items may be texts, numbers and tuples. A
     column `index` holds the position of each sample in the order of the loader. With interval `"epoch"`, each process
     writes `predictions-<shard>-of-<shards>`. With `"batch"`, each batch is a file `batch-<first index>`. With several
     loaders, each has a subfolder `loader-<index>`. `PredictionWriter.read` loads all rows in order. When prediction
@@ -264,8 +313,8 @@ class PredictionWriter(BasePredictionWriter):
 
     Raises:
         ConfigurationError: If the interval or the format is unknown, or if pyarrow is missing.
-        DataError: During the run, if predictions are not tensors with one row per sample, or if the positions of the
-            samples are unknown.
+        DataError: During the run, if predictions do not have one row per sample, or if the positions of the samples are
+            unknown.
 
     Example:
         ```python
@@ -319,13 +368,15 @@ class PredictionWriter(BasePredictionWriter):
         name = f"predictions-{topology.data_shard.index:05d}-of-{topology.data_shard.count:05d}"
         for number, (batches, indices) in enumerate(zip(by_loader, batch_indices, strict=False)):
             parts = [_columns(one, places) for one, places in zip(batches, indices, strict=True)]
-            columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
+            columns = {key: joined([part[key] for part in parts]) for key in parts[0]} if parts else {}
             if columns:
                 write(columns, self._folder(trainer, number) / name, self.file_format)
 
     @staticmethod
-    def read(output_dir: str | os.PathLike[str]) -> dict[str, Tensor]:
-        """Read all prediction files of a folder. Returns a dict from column names to tensors, sorted by sample index.
+    def read(output_dir: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read all prediction files of a folder. Returns a dict from column names to columns, sorted by sample index.
+
+        A column is a tensor, or a list if `predict_step` returned a list. Lists inside it are read as tuples.
 
         Args:
             output_dir: The folder, or with several loaders the subfolder of one of them.
@@ -345,15 +396,32 @@ def _columns(prediction: Any, indices: Sequence[int] | None) -> dict[str, Tensor
             "PredictionWriter: the position of a batch in the dataset is unknown, because its loader does not provide "
             "the batch sizes of other processes. Use a map-style dataset, or subclass BasePredictionWriter."
         )
-    named = prediction if isinstance(prediction, dict) else {"prediction": prediction}
-    columns = {"index": torch.tensor(indices, dtype=torch.int64)}
+    named = flat_columns(prediction if isinstance(prediction, Mapping) else {"prediction": prediction})
+    columns: dict[str, Any] = {}
     for name, value in named.items():
-        if not isinstance(value, Tensor) or not value.dim() or len(value) != len(indices):
+        if not has_rows(value, len(indices)):
             found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise DataError(
                 f"PredictionWriter: predict_step returned {name!r} {found} for a batch of {len(indices)} samples. "
-                "Return a tensor with a row for each sample, or a dict of them; subclass BasePredictionWriter for "
-                "anything else."
+                "Return a tensor with a row, or a list with an item, for each sample, or a dict of them. Subclass "
+                "BasePredictionWriter for anything else."
             )
-        columns[str(name)] = value.detach().cpu().contiguous()
-    return columns
+        # The rows' positions have this name.
+        name = "output_index" if name == "index" else name
+        columns[name] = value.detach().cpu().contiguous() if isinstance(value, Tensor) else list(value)
+    return {"index": torch.tensor(indices, dtype=torch.int64), **columns}
+
+
+def _without_padding(outputs: Any, rows: int, keep: int | None) -> Any:
+    """Remove the rows that only pad a batch from tensors with a row, and from lists with an item, for each sample."""
+
+    def is_list_of_rows(value: Any) -> bool:
+        # A list of as many tensors may be several outputs instead.
+        return isinstance(value, (list, tuple)) and has_rows(value, rows) and not any(map(is_tensor_of_rows, value))
+
+    def is_tensor_of_rows(value: Any) -> bool:
+        return isinstance(value, Tensor) and has_rows(value, rows)
+
+    return recursively_apply(
+        lambda value: value[:keep], outputs, test_type=lambda each: is_tensor_of_rows(each) or is_list_of_rows(each)
+    )

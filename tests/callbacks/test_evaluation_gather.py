@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,48 @@ def test_what_else_a_step_returns_for_each_sample_is_in_the_file(
     assert tensors["pair"].shape == (11, 2)
     with np.load(tmp_path / "predict.npz") as arrays:
         assert arrays["id"].tolist() == [f"id {n}" for n in range(11)]
+
+
+def predict_with_ids_of_any_kind(root: str) -> None:
+    class Named(Doubling):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Any]:
+            x = batch[0][:, 0]
+            rows = [int(each) for each in x]
+            return {
+                "predictions": 2 * x,
+                "id": np.array([f"id {row}" for row in rows]),
+                "key": [("a", row) if row % 2 else ("b",) for row in rows],
+                "boxes": [torch.full((row % 3,), row) for row in rows],
+                "uuid": [uuid.UUID(int=row) for row in rows],
+                "scores": {"top": x, "all": {"pair": torch.stack([x, -x], dim=1)}},
+            }
+
+    for extension in ("csv", "jsonl", "npz", "pt"):
+        gather = EvaluationGather(path=f"{{stage}}.{extension}")
+        evaluator(root, gather).predict(Named(), numbers(11, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ids_may_be_anything_and_a_dict_in_the_dict_has_columns_too(world_size: int, tmp_path: Path) -> None:
+    run_in_processes(predict_with_ids_of_any_kind, world_size, args=(str(tmp_path),))
+    keys = [("a", row) if row % 2 else ("b",) for row in range(11)]
+    lines = [json.loads(line) for line in (tmp_path / "predict.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["id"] for line in lines] == [f"id {row}" for row in range(11)]
+    assert [tuple(line["key"]) for line in lines] == keys
+    assert [line["boxes"] for line in lines] == [[row] * (row % 3) for row in range(11)]
+    assert [line["uuid"] for line in lines] == [str(uuid.UUID(int=row)) for row in range(11)]
+    assert [line["scores.all.pair"] for line in lines] == [[row, -row] for row in range(11)]
+    with (tmp_path / "predict.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["key_0"], row["key_1"]) for row in table] == [
+        ("a", str(row)) if row % 2 else ("b", "") for row in range(11)
+    ]
+    assert [float(row["scores.top"]) for row in table] == list(range(11))
+    assert [row["boxes_1"] for row in table] == [str(row) if row % 3 == 2 else "" for row in range(11)]
+    with np.load(tmp_path / "predict.npz", allow_pickle=True) as arrays:
+        assert list(map(tuple, arrays["key"])) == keys
+    tensors = torch.load(tmp_path / "predict.pt", weights_only=False)
+    assert tensors["key"] == keys
 
 
 def test_test_results_are_named_after_the_stage_and_other_stages_can_be_left_out(tmp_path: Path) -> None:

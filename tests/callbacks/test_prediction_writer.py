@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,6 +78,51 @@ def test_processes_write_their_own_samples(tmp_path: Path) -> None:
     assert columns["double"].tolist() == [2.0 * row for row in range(11)]
     files = sorted(path.name for path in tmp_path.glob("predictions-*"))
     assert files == [f"predictions-0000{rank}-of-00002.safetensors" for rank in (0, 1)]
+
+
+# Columns of every kind, with the values that are read for sample `row`.
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[int], Any]]] = {
+    "text": (lambda x: [f"id {int(row)}" for row in x], lambda row: f"id {row}"),
+    "texts of numpy": (lambda x: np.array([f"ä{int(row)}" for row in x]), lambda row: f"ä{row}"),
+    "tuple": (lambda x: [("patient", int(row)) for row in x], lambda row: ("patient", row)),
+    "tuples of any length": (
+        lambda x: [tuple("abc"[: int(row) % 3]) for row in x],
+        lambda row: tuple("abc"[: row % 3]),
+    ),
+    "dict": (lambda x: tuple({"a": int(row)} for row in x), lambda row: {"a": row}),
+    "none": (lambda x: [None for _ in x], lambda row: None),
+    "uuid": (lambda x: [uuid.UUID(int=int(row)) for row in x], lambda row: str(uuid.UUID(int=row))),
+    "boxes": (lambda x: [torch.full((int(row) % 3, 1), 7) for row in x], lambda row: ((7,),) * (row % 3)),
+    "array": (lambda x: x.numpy() * 2, lambda row: 2.0 * row),
+    "tensors of any shape": (lambda x: torch.zeros(len(x), int(x[0]) + 1, dtype=torch.int), None),  # type: ignore[dict-item]
+    "index": (lambda x: [f"own {int(row)}" for row in x], lambda row: f"own {row}"),
+}
+
+
+class Kinds(Doubling):
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        columns = {name: make(batch[0][:, 0]) for name, (make, _) in KINDS.items()}
+        return {**columns, "nested": {"deep": {"x": batch[0][:, 0]}}}
+
+
+def write_kinds(folder: str, interval: str, file_format: str) -> None:
+    predict(Kinds(), PredictionWriter(folder, interval, file_format), numbers(11, 2))
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize(("world_size", "interval"), [(1, "epoch"), (2, "batch"), (2, "epoch")])
+def test_columns_may_hold_anything_with_one_item_per_sample(
+    world_size: int, interval: str, file_format: str, tmp_path: Path
+) -> None:
+    run_in_processes(write_kinds, world_size, (str(tmp_path), interval, file_format))
+    columns = PredictionWriter.read(tmp_path)
+    assert columns["index"].tolist() == list(range(11))
+    assert columns["nested.deep.x"].tolist() == list(range(11))
+    for name, (_, expected) in KINDS.items():
+        found = columns["output_index" if name == "index" else name]
+        assert len(found) == 11
+        if expected is not None:
+            assert list(found) == [expected(row) for row in range(11)], name
 
 
 def test_a_subclass_gets_what_it_writes() -> None:
