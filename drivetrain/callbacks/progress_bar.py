@@ -596,6 +596,8 @@ class TQDMProgressBar(Callback):
     def _values(self, trainer: Trainer) -> dict[str, float]:
         if not self._stage.is_epoch:
             return {}  # during an evaluation, these would be values of the training before
+        # Then the trackers read the values of this step without waiting for the device once more.
+        trainer.logged.copy_step_values()
         return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:

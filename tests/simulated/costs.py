@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 import threading
 from collections import Counter
@@ -46,6 +48,7 @@ from drivetrain import (
     Task,
     ThroughputMonitor,
     Timer,
+    TQDMProgressBar,
     Trainer,
     WeightAveraging,
     WeightHistograms,
@@ -394,12 +397,67 @@ class Logs(Costs):
         return loss
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def log_point(strategy: str, world: int) -> dict[str, Any]:
-    """Log once among the counted micro-batches, and return what they cost."""
+    """Log once among the counted micro-batches, redraw the bar at the same one, and return what they cost."""
     meter = Meter(start(world))
-    options = {"logger": "csv", "log_every_n_steps": LOGGED, "enable_progress_bar": True}
-    fit(Logs(meter), batches(world), strategy=strategy, **options)
+    bar = TQDMProgressBar(refresh_rate=LOGGED, refresh_seconds=0)
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        options: dict[str, Any] = {"logger": "csv", "log_every_n_steps": LOGGED, "callbacks": [bar]}
+        fit(Logs(meter), batches(world), strategy=strategy, **options)
+    assert f"{LOGGED}/{LAST}" in terminal.getvalue() or torch.distributed.get_rank() > 0
     return meter.counts
+
+
+class FromLastBatch(Callback):
+    """Callback that counts where the host waits between the last batch of an epoch and its end.
+
+    Args:
+        sim: The devices.
+
+    Attributes:
+        waits: Reason and line of each wait.
+    """
+
+    def __init__(self, sim: Simulated) -> None:
+        self._sim = sim
+        self.waits: list[str] = []
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LAST - 1:
+            torch.accelerator.synchronize()
+            self._sim.reset_clock(to_device=SPEED, to_host=SPEED, between=SPEED, kernels=SPEED)
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self.waits = list(self._sim.synchronisations)
+
+
+class EpochLogs(Costs):
+    """A task that logs the means of four values over the epoch, and one with a function of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        values = {"loss": loss, "mean": logits.mean(), "largest": logits.amax()}
+        self.log_dict(values, prog_bar=True, on_step=False, on_epoch=True)
+        self.log("both", loss, prog_bar=True, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("median", loss, on_step=False, on_epoch=True, reduce_fx=torch.median)
+        return loss
+
+
+def waits_of_epoch_ends(strategy: str, world: int) -> tuple[list[str], dict[str, Any]]:
+    """Return where the host waits at the end of an epoch, and the values that a callback then reads."""
+    sim = start(world)
+    last = FromLastBatch(sim)
+    task = EpochLogs(Meter(sim))
+    callbacks = [last, TQDMProgressBar(refresh_seconds=3600)]  # drawn when the epoch begins and ends
+    with contextlib.redirect_stdout(Terminal()):
+        fit(task, batches(world), strategy=strategy, logger="csv", log_every_n_steps=LAST + 1, callbacks=callbacks)
+    return last.waits, {name: float(value) for name, value in task.trainer.callback_metrics.items()}
 
 
 CALLBACKS: dict[str, Callable[[str], list[Callback]]] = {

@@ -23,6 +23,7 @@ from tests.simulated.costs import (
     drivers_of,
     log_point,
     training_during_a_save,
+    waits_of_epoch_ends,
 )
 
 pytestmark = pytest.mark.skipif(device() != "sim", reason="counts kernels of simulated devices: make test-devices")
@@ -71,9 +72,19 @@ def test_a_step_costs_what_it_costs_in_a_bare_loop(driver, strategy, world, prec
 
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2)])
 def test_all_values_of_a_log_point_are_read_in_one_wait(strategy, world):
+    """Those of the trackers and of a progress bar that is redrawn at the same step."""
     for found in run_in_processes(log_point, world, args=(strategy, world), timeout=120):
         assert len(found["synchronisations"]) == 1, found["synchronisations"]
         assert found["hazards"] == []
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2)])
+def test_all_values_of_an_epoch_are_read_in_one_wait(strategy, world):
+    for waits, values in run_in_processes(waits_of_epoch_ends, world, args=(strategy, world), timeout=120):
+        of_values, of_weights = waits  # the second checks that the weights are finite
+        assert "logged_values.py" in of_values
+        assert "run_control.py" in of_weights
+        assert {"loss", "mean", "largest", "both", "median"} <= values.keys()
 
 
 @functools.cache

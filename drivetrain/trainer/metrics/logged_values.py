@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,11 @@ class LoggedValue:
             if len(self._pending) >= FOLD_AFTER and not callable(self.reduction):
                 self.fold()
 
+    def folded(self) -> Any:
+        """Fold the stored values into the epoch's running total. Return the total, or None if there is none."""
+        self.fold()
+        return self.total
+
     def fold(self) -> None:
         """Fold the values stored since the last call into the epoch's running total, to free their memory."""
         if not self._pending:
@@ -153,7 +158,7 @@ class LoggedValue:
             self.total = part if total is None else torch.cat([total, part])
         elif self.reduction in ("mean", "sum"):
             if self.reduction == "mean":
-                values = values * torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
+                values = _weighted(values, weights)
             part = values.sum()
             self.total = part if total is None else total + part
         else:
@@ -173,7 +178,7 @@ class LoggedValue:
         then = mark or self.mark()
         pending = then.pending[: then.kept]
         return {
-            **self.portable(fold=False),
+            **self.portable(),
             "on_step": self.on_step,
             "on_epoch": self.on_epoch,
             "total": then.total,
@@ -197,13 +202,15 @@ class LoggedValue:
         for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
             setattr(self, slot, getattr(restored, slot))
 
-    def portable(self, fold: bool = True) -> dict[str, Any]:
-        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks."""
-        if fold:
-            self.fold()
+    def portable(self, total: Any = None) -> dict[str, Any]:
+        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks.
+
+        Args:
+            total: The total as a number, or as a list for a function of `reduce_fx`. None if there is none.
+        """
         return {
             "name": self.name,
-            "total": None if self.total is None else self.total.tolist(),
+            "total": total,
             "weight": self.weight,
             "metric": self.metric_path,
             "epoch_name": self.epoch_name,
@@ -244,20 +251,44 @@ class EpochValue(NamedTuple):
 
 def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
     """Convert values to Python floats, with a single transfer from each device for all of its tensors."""
-    numbers: dict[str, Any] = dict(values)
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, value in values.items():
+    return to_lists({name: value.reshape(()) if isinstance(value, Tensor) else value for name, value in values.items()})
+
+
+K = TypeVar("K")
+
+
+def to_lists(values: Mapping[K, Value]) -> dict[K, Any]:
+    """Return `value.tolist()` of each tensor, with a single transfer from each device. Numbers stay as they are."""
+    lists: dict[K, Any] = dict(values)
+    by_device: dict[torch.device, dict[K, Tensor]] = {}
+    for key, value in values.items():
         if isinstance(value, Tensor):
-            by_device.setdefault(value.device, {})[name] = value
+            by_device.setdefault(value.device, {})[key] = value
     for tensors in by_device.values():
-        stacked = torch.stack([_wide(tensor.reshape(())) for tensor in tensors.values()])
-        numbers.update(zip(tensors, stacked.tolist(), strict=True))
-    return numbers
+        copied = torch.cat([_wide(tensor.reshape(-1)) for tensor in tensors.values()]).cpu()
+        parts = copied.split([tensor.numel() for tensor in tensors.values()])
+        for (key, tensor), part in zip(tensors.items(), parts, strict=True):
+            lists[key] = part.reshape(tensor.shape).tolist()
+    return lists
+
+
+def _on_cpu(values: Mapping[K, Value]) -> dict[K, Value]:
+    """Return the values with tensors on the CPU, which are copied in a single transfer from each device."""
+    elsewhere = {k: value for k, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
+    copied = to_lists(elsewhere)
+    return {**values, **{key: torch.tensor(copied[key], dtype=tensor.dtype) for key, tensor in elsewhere.items()}}
 
 
 def _stack(values: list[Value]) -> Tensor:
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     return torch.stack([_wide(_as_tensor(value).reshape(()).to(device)) for value in values])
+
+
+def _weighted(values: Tensor, weights: list[float]) -> Tensor:
+    """Multiply values by weights, run by run of equal ones: the host would wait for a copy of them to the device."""
+    runs = [(weight, len(list(run))) for weight, run in groupby(weights)]
+    parts = values.split([length for _, length in runs])
+    return torch.cat([part * weight for part, (weight, _) in zip(parts, runs, strict=True)])
 
 
 def _as_tensor(value: Value) -> Tensor:
@@ -695,19 +726,27 @@ class LoggedValues:
             if entry.last is not None and (not for_logger or entry.logger) and (not for_bar or entry.prog_bar)
         }
 
+    def copy_step_values(self) -> None:
+        """Copy all values that `training_step` has logged last to the CPU, in one transfer.
+
+        Trackers, callbacks and the progress bar then read them without waiting for the device again.
+        """
+        entries = [entry for entry in self._tables["train"].values() if entry.last is not None]
+        for entry, value in zip(entries, _on_cpu({id(e): e.last for e in entries}).values(), strict=True):
+            entry.last = value
+
     def synced_step_values(self) -> dict[str, Value]:
         """Return the last training step's values for the trackers, reduced over ranks where `sync_dist=True`.
 
         Runs a collective if any value was logged with `sync_dist=True`.
         """
-        values, entries = self.step_values(for_logger=True), self._tables["train"].values()
-        if entries_to_sync(entries):
-            own = latest_of(entries)
-            # All values in one transfer, since the host waits for the device at each.
-            numbers = to_numbers({**own, **values})
-            synced = combined(entries, self._that_count(gather_object({name: numbers[name] for name in own})))
-            values = {name: synced.get(name, numbers[name]) for name in values}
-        return values
+        entries = self._tables["train"].values()
+        if not entries_to_sync(entries):
+            return self.step_values(for_logger=True)
+        self.copy_step_values()
+        values = self.step_values(for_logger=True)
+        synced = combined(entries, self._that_count(gather_object(to_numbers(latest_of(entries)))))
+        return {name: synced.get(name, value) for name, value in values.items()}
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
         """Return the last step's values after an exception, and the names of those not reduced over ranks.
@@ -776,10 +815,14 @@ class LoggedValues:
         With `keep=False`, as in a sanity check, callbacks see the results only until training begins.
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
-        local = {name: entry.portable() for name, entry in fresh.items()}
         entries = self._tables[stage].values()
+        # Totals and step values in one transfer, since the host waits for the device at each.
+        latest = {(True, name): value for name, value in latest_of(entries).items()}
+        numbers = to_lists({**{(False, name): entry.folded() for name, entry in fresh.items()}, **latest})
+        local = {name: entry.portable(numbers[False, name]) for name, entry in fresh.items()}
+        steps_here = {name: numbers[True, name] for _, name in latest}
         # One collective for epoch and step values. Ranks may have logged different names.
-        both = self._that_count(gather_object([{"epoch": local, "steps": to_numbers(latest_of(entries))}]))
+        both = self._that_count(gather_object([{"epoch": local, "steps": steps_here}]))
         everyone, steps = [each["epoch"] for each in both], combined(entries, [each["steps"] for each in both])
         results: list[EpochValue] = []
         # The order of names must be equal on all ranks, since a metric below runs a collective.
@@ -796,6 +839,9 @@ class LoggedValues:
                 first = parts[0]
                 shown = first["prog_bar"], first["logger"]
                 results.append(EpochValue(first["name"], first["epoch_name"], *shown, value, first["loader"]))
+        # Results of metrics are still on their device.
+        copied = _on_cpu({number: result.value for number, result in enumerate(results)})
+        results = [result._replace(value=copied[number]) for number, result in enumerate(results)]
         for entry in entries:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 self._finished.append(entry.metric)

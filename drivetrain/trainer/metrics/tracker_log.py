@@ -87,6 +87,8 @@ class TrackerLog:
         self._written_at = step
         with trainer.timing.span(LOGGING):
             try:
+                if trainer.tracker_group.writes_here:
+                    trainer.logged.copy_step_values()
                 values = trainer.logged.synced_step_values()
             except BaseException:
                 self._written_at = -1  # a rank has failed; `write_last_step` then writes the values
@@ -114,7 +116,7 @@ class TrackerLog:
         with trainer.timing.span(LOGGING):
             results = trainer.logged.finish_epoch(stage, trainer.task, keep)
             if stage is Stage.TRAIN and keep:
-                numbers = ((result.name, float(result.value)) for result in results)
+                numbers = to_numbers({result.name: result.value for result in results}).items()
                 trainer.finiteness.check_values(numbers, f"in epoch {trainer.current_epoch}")
                 self.write_epoch_values(results)
         return results
