@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shlex
 import sys
@@ -11,59 +10,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from drivetrain.runtime.environment import COMMAND_VARIABLE
 from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
-
-# File lock
-
-
-# Imported by `import_module`, because type checkers know fcntl and msvcrt only on their own systems.
-try:
-    fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # Windows
-    fcntl = None
 
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
     """Hold an exclusive lock on a file. Raises `TimeoutError` if the lock is not free within `seconds`."""
-    deadline = time.monotonic() + seconds
-    with open(path, "a", encoding="utf-8") as file:
-        while not _try_lock(file):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{path} was locked by another run for {seconds:.0f} s")
-            time.sleep(0.01)
-        try:
-            yield
-        finally:
-            _unlock(file)
+    import filelock
 
-
-def _try_lock(file: IO[str]) -> bool:
+    lock = filelock.FileLock(path)
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            _lock_first_byte(file, "LK_NBLCK")
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _unlock(file: IO[str]) -> None:
-    # Needed even though the file is closed next: a fork may hold it open, and Windows unlocks late.
-    if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_UN)
-    else:
-        _lock_first_byte(file, "LK_UNLCK")
-
-
-def _lock_first_byte(file: IO[str], mode: str) -> None:
-    msvcrt: Any = importlib.import_module("msvcrt")
-    file.seek(0)  # msvcrt locks from the current position
-    msvcrt.locking(file.fileno(), getattr(msvcrt, mode), 1)
+        lock.acquire(seconds)
+    except filelock.Timeout:
+        raise TimeoutError(f"{path} was locked by another run for {seconds:.0f} s") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 DIRECTORY = "drivetrain_logs"
