@@ -342,6 +342,17 @@ def refusals(directory: Path) -> dict[str, str]:
         accelerator.prepare(net())
         accelerator.prepare(torch.optim.SGD(net().parameters(), lr=0.1)).step()
 
+    def rejected(config: dict[str, Any], optimizer: Any = None) -> str:
+        def fit() -> None:
+            fitted(DeepSpeed(config=config), NetTask(optimizer))
+
+        found = message(fit)
+        assert "\n" not in found
+        return found
+
+    def placeholder(model: nn.Module) -> Any:
+        return DummyOptim(model.parameters())
+
     def clipped_otherwise() -> None:
         loop = Loop(DeepSpeed(1, gradient_clipping=1.0))
         loop.train(1)
@@ -350,6 +361,14 @@ def refusals(directory: Path) -> dict[str, str]:
         "fp16": message(lambda: quiet_trainer("deepspeed", precision="fp16")),
         "fp16-true": message(lambda: quiet_trainer("deepspeed", precision="16-true")),
         "64": message(lambda: quiet_trainer("deepspeed", precision="64")),
+        "unknown keys": rejected({"compile": {"disable": False, "backend": "inductor"}}),
+        "removed feature": rejected({"curriculum_learning": {"enabled": True}}),
+        "wrong type": rejected({"communication_data_type": 16}),
+        "unknown value": rejected({"data_types": {"grad_accum_dtype": "fp64"}}),
+        "zero value": rejected({"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}}),
+        "two values": rejected({"bf16": {"bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 0}}),
+        "engine": rejected({"prescale_gradients": True, "gradient_predivide_factor": 2.0}),
+        "engine's optimizer": rejected({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, placeholder),
         "zero option": message(lambda: quiet_trainer(DeepSpeed(2, overlap_com=True))),
         "accumulation": message(lambda: fitted(DeepSpeed(config={"gradient_accumulation_steps": 4}))),
         "clipping": message(lambda: fitted(DeepSpeed(gradient_clipping=1.0), gradient_clip_val=0.5)),
@@ -369,6 +388,15 @@ def refusals(directory: Path) -> dict[str, str]:
         ("fp16", "precision='fp16' cannot run under strategy='deepspeed' on the CPU"),
         ("fp16-true", "precision='fp16-true' cannot run under strategy='deepspeed' on the CPU"),
         ("64", "precision='64' cannot run under strategy='deepspeed'"),
+        ("unknown keys", "rejects compile in the DeepSpeed configuration: disable: Extra inputs are not permitted"),
+        ("unknown keys", "use Trainer(compile=...) or Accelerator(dynamo_backend=...)"),
+        ("removed feature", "rejects curriculum_learning in the DeepSpeed configuration: Legacy"),
+        ("wrong type", "rejects communication_data_type in"),
+        ("unknown value", "rejects data_types.grad_accum_dtype in the DeepSpeed configuration: 'fp64' is not a valid"),
+        ("zero value", "rejects zero_optimization.reduce_bucket_size in"),
+        ("two values", "rejects bf16.bf16_master_weights_and_grads in"),
+        ("engine", "rejects gradient_predivide_factor in"),
+        ("engine's optimizer", "rejects optimizer.params.momentun in"),
         ("zero option", "no zero_optimization option 'overlap_com'. Did you mean 'overlap_comm'?"),
         ("accumulation", "says gradient_accumulation_steps=4, but Trainer(accumulate_grad_batches=1)"),
         ("clipping", "says gradient_clipping=1.0, but Trainer(gradient_clip_val=0.5)"),

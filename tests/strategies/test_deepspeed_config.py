@@ -91,6 +91,15 @@ def test_a_whole_configuration_is_taken_from_a_file_or_as_text(tmp_path, as_text
         ({"config": "{"}, "is not valid JSON"),
         ({"config": "[1]"}, "No such file|contains a list"),
         ({"stage": 2, "config": {"zero_optimization": {"stage": 3}}}, "says zero_optimization.stage=3, but stage=2"),
+        ({"config": {"zero_optimization": {"stage": "two"}}}, "stage='two' is not a ZeRO stage"),
+        ({"config": {"zero_optimization": True}}, "'zero_optimization' is a section, such as"),
+        ({"config": {"bf16": True}}, "'bf16' is a section, such as"),
+        ({"config": {"optimizer": {"params": {}}}}, "'optimizer' of the DeepSpeed configuration has no \"type\""),
+        ({"config": {"train_batch_size": 0}}, "train_batch_size=0. Use a whole number of at least 1"),
+        ({"config": {"tensor_parallel": {"autotp_size": 2}}}, r"tensor_parallel.autotp_size=2.*Parallel\(tp="),
+        ({"config": {"tensor_parallel": {"tp": {"tp_size": 2}}}}, r"tensor_parallel.tp.tp_size=2.*Parallel\(tp="),
+        ({"config": {"sequence_parallel_size": 2}}, r"sequence_parallel_size=2.*Parallel\(cp="),
+        ({"config": {"expert_parallel": {"autoep_size": 2}}}, r"expert_parallel.autoep_size=2.*Megatron"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
@@ -206,6 +215,26 @@ def test_a_stand_in_without_what_it_stands_for_is_refused_and_so_is_the_reverse(
     DummyScheduler(optimizer)
     with pytest.raises(ConfigurationError, match=r"DummyScheduler is a placeholder for .* has none"):
         completed({}, optimizer=optimizer)
+
+
+def test_a_section_that_is_switched_off_says_nothing():
+    config = {
+        "amp": {"enabled": False, "opt_level": "auto"},  # a feature that DeepSpeed removed
+        "sparse_gradients": False,
+        "wandb": {"enabled": "false", "no_such_option": 1},
+        "fp16": {"enabled": "auto", "loss_scale": "auto"},
+        "checkpoint": None,
+    }
+    done = completed(DeepSpeed(config=config).config)
+    assert {"amp", "sparse_gradients", "wandb", "checkpoint"}.isdisjoint(done)
+    assert done["fp16"] == {"enabled": False}
+
+
+def test_forcing_deepspeeds_own_adam_leaves_the_users_optimizer_in_place(caplog):
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": True}
+    done = completed(config, optimizer=torch.optim.AdamW(parameters()))
+    assert done["zero_force_ds_cpu_optimizer"] is False
+    assert "AdamW steps the offloaded state" in caplog.text
 
 
 def test_an_auto_that_nothing_decides_is_named():

@@ -7,8 +7,11 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,13 +268,65 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
     return _normalised(found)
 
 
+# Sections that the strategy reads itself, each with an example.
+_READ = {
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": True},
+    "torch_autocast": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+}
+_COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Keys that make several processes share their data, each with the strategy that does so.
+_SHARED_DATA = {
+    "tensor_parallel.autotp_size": "Parallel(tp=...)",
+    "tensor_parallel.tp.tp_size": "Parallel(tp=...)",
+    "sequence_parallel_size": "Parallel(cp=...)",
+    "expert_parallel.autoep_size": "Megatron(expert_parallel=...)",
+}
+
+
 def _normalised(config: Config) -> Config:
+    config = {key: value for key, value in config.items() if value is not None}
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
-    for name in _PRECISIONS:
-        section = config.get(name)
+    for key, example in _READ.items():
+        if key in config and not isinstance(config[key], dict):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says {key}={config[key]!r}, but {key!r} is a section, such as "
+                f"{json.dumps(example)}."
+            )
+    for key in ("optimizer", "scheduler"):
+        if key in config and not config[key].get("type"):
+            raise ConfigurationError(
+                f'The section {key!r} of the DeepSpeed configuration has no "type". Write it such as '
+                f"{json.dumps(_READ[key])}, or remove the section."
+            )
+    for section in config.values():
         if isinstance(section, dict) and str(section.get("enabled")).lower() in ("true", "false"):
             section["enabled"] = str(section["enabled"]).lower() == "true"
+    for key in _COUNTS:
+        count = _whole(config.get(key, AUTO))
+        if key in config:
+            config[key] = count
+        if count != AUTO and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ConfigurationError(
+                f'The DeepSpeed configuration says {key}={count!r}. Use a whole number of at least 1, or "auto".'
+            )
+    for path, strategy in _SHARED_DATA.items():
+        size = _at(config, path)
+        if isinstance(size, int) and size > 1:
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says {path}={size}, but under strategy='deepspeed' each process trains "
+                f"on data of its own. Remove {path}, or use strategy={strategy} instead of DeepSpeed."
+            )
+    return config
+
+
+def _at(config: Any, path: str) -> Any:
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
     return config
 
 
@@ -309,21 +364,56 @@ def complete(config: Config, known: Known) -> Config:
     _fill_zero(done.setdefault("zero_optimization", {}), known)
     _fill_optimizer(done, known)
     _fill_scheduler(done, known)
+    _leave_out_disabled(done)
     # Otherwise DeepSpeed refuses optimizers that are not on its own lists.
     done.setdefault("zero_allow_untested_optimizer", True)
+    if done.get("zero_force_ds_cpu_optimizer") and isinstance(known.optimizer, Optimizer):
+        _keep_optimizer(done, known.optimizer)
     done.setdefault("zero_force_ds_cpu_optimizer", False)
     left = sorted(_autos(done))
     if left:
+        placeholder = " or pass DummyScheduler(optimizer, ...)" if left[0].startswith("scheduler.params.") else ""
         raise ConfigurationError(
-            f"The DeepSpeed configuration has 'auto' for {', '.join(left)}, which cannot be filled in. Set them.",
+            f"The DeepSpeed configuration has 'auto' for {', '.join(left)}, which cannot be filled in. Set "
+            f"{'it' if len(left) == 1 else 'them'}{placeholder}.",
         )
     return done
+
+
+def _leave_out_disabled(config: Config) -> None:
+    """Remove what is switched off. DeepSpeed rejects removed features, and `"auto"` in a section, even if disabled."""
+    for key, value in list(config.items()):
+        if isinstance(value, dict) and value.get("enabled") is False:
+            if key in ("bf16", "fp16"):
+                config[key] = {"enabled": False}
+            else:
+                del config[key]
+        elif value is False and key in ("sparse_gradients", "graph_harvesting"):
+            del config[key]
+
+
+def _keep_optimizer(config: Config, optimizer: Optimizer) -> None:
+    """Let the user's optimizer step offloaded state, which `zero_force_ds_cpu_optimizer` makes an error."""
+    config["zero_force_ds_cpu_optimizer"] = False
+    kind = type(optimizer)
+    offloads = _device(config["zero_optimization"].get("offload_optimizer")) != "none"
+    if offloads and not isinstance(optimizer, DummyOptim) and not kind.__module__.startswith("deepspeed."):
+        _log.warning_once(
+            f"zero_force_ds_cpu_optimizer has no effect: {kind.__name__} steps the offloaded state, with the same "
+            "results. For DeepSpeed's faster one, pass deepspeed.ops.adam.DeepSpeedCPUAdam, or DummyOptim with an "
+            '"optimizer" section.'
+        )
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
     """Return the ZeRO stage that a DeepSpeed configuration sets, or None if the stage is missing or `"auto"`."""
     found = config.get("zero_optimization", {}).get("stage")
-    return None if found is None or found == AUTO else int(found)
+    return None if found is None or found == AUTO else _whole(found)
+
+
+def _whole(value: Any) -> Any:
+    """Return the number that a text such as "2" stands for, and other values as they are."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
@@ -396,8 +486,6 @@ def _fill_precision(config: Config, known: Known) -> None:
                 "precision='bf16' is autocast with 32-bit weights. Change one of the two, or set "
                 '"enabled": "auto".',
             )
-    if not config["fp16"]["enabled"]:
-        config["fp16"] = {"enabled": False}  # its scaling options may be "auto" although nothing is scaled
     autocast = config.get("torch_autocast")
     if autocast is None:
         return
@@ -571,6 +659,87 @@ def check_zero_options(config: Config) -> None:
                 f"DeepSpeed has no zero_optimization option {key!r}.{nearest(key, allowed)} Allowed: "
                 f"{', '.join(sorted(allowed))}.",
             )
+
+
+# What the user does instead, if DeepSpeed rejects a section.
+_INSTEAD = {
+    "compile": "To compile the model, use Trainer(compile=...) or Accelerator(dynamo_backend=...).",
+}
+# Too common in messages to name a key.
+_COMMON = ("device", "enabled", "params", "type")
+
+
+@contextmanager
+def explain_rejection(config: Config) -> Iterator[None]:
+    """Convert the errors with which DeepSpeed rejects a configuration to a `ConfigurationError` of one line.
+
+    The message has the key and DeepSpeed's words. Errors from outside DeepSpeed, torch and pydantic are not changed,
+    nor are those of a resource, such as memory.
+    """
+    try:
+        yield
+    except (ConfigurationError, OSError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise
+        frames = traceback.walk_tb(error.__traceback__)
+        packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+        origin = [package for package in packages if package not in sys.stdlib_module_names][-1]
+        path = _rejected_key(config)
+        if path is None and origin not in ("deepspeed", "torch"):
+            raise
+        details: Any = getattr(error, "errors", None)  # pydantic's
+        if callable(details):
+            words = "; ".join(
+                ": ".join([*filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]) for each in details()
+            )
+        else:
+            words = str(error) or f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+        path = path or ", ".join(_keys_in(words, config)) or "a value"
+        raise ConfigurationError(
+            f"DeepSpeed {importlib.import_module('deepspeed').__version__} rejects {path} in the DeepSpeed "
+            f"configuration: {' '.join(words.split()).rstrip('.')}. Change or remove it. "
+            f"{_INSTEAD.get(path.partition('.')[0], '')}".rstrip()
+        ) from error
+
+
+def _rejected_key(config: Config) -> str | None:
+    """Return the key without which DeepSpeed can read a configuration, or None if it reads all keys."""
+    from deepspeed import DeepSpeedConfig
+
+    def is_read(given: Config) -> bool:
+        try:
+            DeepSpeedConfig(copy.deepcopy(given))
+        except Exception:
+            return False
+        return True
+
+    if is_read(config):
+        return None
+    for key, section in config.items():
+        others = {other: value for other, value in config.items() if other != key}
+        if is_read(others):
+            for name in section if isinstance(section, Mapping) else ():
+                if is_read({**others, key: {other: value for other, value in section.items() if other != name}}):
+                    return f"{key}.{name}"
+            return key
+    return None
+
+
+def _keys_in(words: str, config: Any, path: str = "") -> list[str]:
+    """Return the keys of a configuration whose name or text a message contains."""
+    found = []
+    for key, value in config.items():
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            found += _keys_in(words, value, here)
+            continue
+        names = [key, *(value if isinstance(value, list) else [value])]
+        texts = [name for name in names if isinstance(name, str) and name and name not in _COMMON]
+        if any(re.search(rf"\b{re.escape(text)}\b", words) for text in texts):
+            found.append(here)
+    return found
 
 
 def uses_nvme(config: Config) -> bool:

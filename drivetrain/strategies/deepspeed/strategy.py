@@ -250,7 +250,8 @@ class DeepSpeed(Configured):
             return nullcontext()
         DeepSpeedGroup.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None))
-        return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
+        with configuration.explain_rejection(completed):
+            return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
         """Prepare a model without an optimizer, in a DeepSpeed engine if ZeRO-3 shards its parameters."""
@@ -262,7 +263,8 @@ class DeepSpeed(Configured):
             DeepSpeedGroup.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
-        engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
+        with configuration.explain_rejection(completed):
+            engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
         self._engines.add(TrainedModel(engine, self.unwrap(model), [], self.settings))
         return engine.module  # type: ignore[no-any-return]
 
@@ -321,11 +323,11 @@ class DeepSpeed(Configured):
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
-        with ops.kept(optimizer):
+        with configuration.explain_rejection(completed), ops.kept(optimizer):
             engine, _, _, scheduler = self._package().initialize(
                 model=model, config=completed, dist_init_required=False, **arguments
             )
-        engine.set_gradient_accumulation_boundary(True)
+            engine.set_gradient_accumulation_boundary(True)
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
