@@ -106,7 +106,7 @@ def flat_columns(outputs: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
-def has_rows(values: Any, rows: int) -> bool:
+def has_rows(values: Any, rows: int | None) -> bool:
     if isinstance(values, Tensor):
         return values.dim() > 0 and len(values) == rows
     return isinstance(values, (list, tuple)) and len(values) == rows
@@ -257,10 +257,8 @@ _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
 
 def plain(values: Any) -> list[Any]:
     """Return a column as a list, with Python numbers and lists in place of tensors and arrays."""
-    listed: list[Any] = recursively_apply(
-        lambda each: each.tolist(), values, test_type=lambda each: hasattr(each, "tolist")
-    )
-    return listed if isinstance(listed, list) else list(listed)
+    listed: Any = recursively_apply(lambda each: each.tolist(), values, test_type=lambda each: hasattr(each, "tolist"))
+    return list(listed)
 
 
 def _flat(row: Any) -> list[Any]:

@@ -412,7 +412,7 @@ def _columns(prediction: Any, indices: Sequence[int] | None) -> dict[str, Tensor
     return {"index": torch.tensor(indices, dtype=torch.int64), **columns}
 
 
-def _without_padding(outputs: Any, rows: int, keep: int | None) -> Any:
+def _without_padding(outputs: Any, rows: int | None, keep: int | None) -> Any:
     """Remove the rows that only pad a batch from tensors with a row, and from lists with an item, for each sample."""
 
     def is_list_of_rows(value: Any) -> bool:

@@ -731,9 +731,10 @@ class LoggedValues:
 
         Trackers, callbacks and the progress bar then read them without waiting for the device again.
         """
-        entries = [entry for entry in self._tables["train"].values() if entry.last is not None]
-        for entry, value in zip(entries, _on_cpu({id(e): e.last for e in entries}).values(), strict=True):
-            entry.last = value
+        entries = list(self._tables["train"].values())
+        last = {number: entry.last for number, entry in enumerate(entries) if entry.last is not None}
+        for number, value in _on_cpu(last).items():
+            entries[number].last = value
 
     def synced_step_values(self) -> dict[str, Value]:
         """Return the last training step's values for the trackers, reduced over ranks where `sync_dist=True`.
