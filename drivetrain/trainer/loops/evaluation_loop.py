@@ -39,9 +39,9 @@ from drivetrain.trainer.metrics.logged_values import (
     VALIDATE_STEP,
     EpochValue,
     LogScope,
-    to_numbers,
 )
 from drivetrain.trainer.metrics.tracker_log import print_results
+from drivetrain.trainer.metrics.transfer import to_numbers
 from drivetrain.trainer.options import LimitPerLoader
 from drivetrain.trainer.state.saved_run import SavedRun, find_checkpoint
 from drivetrain.trainer.task import Task

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import groupby, zip_longest
 from numbers import Number
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.base import Topology
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
+from drivetrain.trainer.metrics.transfer import on_cpu, to_lists, to_numbers, wide
 
 # Scopes of logging
 
@@ -249,39 +250,9 @@ class EpochValue(NamedTuple):
     loader: int | None  # evaluation loader that it belongs to, or None for all
 
 
-def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Convert values to Python floats, with a single transfer from each device for all of its tensors."""
-    return to_lists({name: value.reshape(()) if isinstance(value, Tensor) else value for name, value in values.items()})
-
-
-K = TypeVar("K")
-
-
-def to_lists(values: Mapping[K, Value]) -> dict[K, Any]:
-    """Return `value.tolist()` of each tensor, with a single transfer from each device. Numbers stay as they are."""
-    lists: dict[K, Any] = dict(values)
-    by_device: dict[torch.device, dict[K, Tensor]] = {}
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, {})[key] = value
-    for tensors in by_device.values():
-        copied = torch.cat([_wide(tensor.reshape(-1)) for tensor in tensors.values()]).cpu()
-        parts = copied.split([tensor.numel() for tensor in tensors.values()])
-        for (key, tensor), part in zip(tensors.items(), parts, strict=True):
-            lists[key] = part.reshape(tensor.shape).tolist()
-    return lists
-
-
-def _on_cpu(values: Mapping[K, Value]) -> dict[K, Value]:
-    """Return the values with tensors on the CPU, which are copied in a single transfer from each device."""
-    elsewhere = {k: value for k, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
-    copied = to_lists(elsewhere)
-    return {**values, **{key: torch.tensor(copied[key], dtype=tensor.dtype) for key, tensor in elsewhere.items()}}
-
-
 def _stack(values: list[Value]) -> Tensor:
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
-    return torch.stack([_wide(_as_tensor(value).reshape(()).to(device)) for value in values])
+    return torch.stack([wide(_as_tensor(value).reshape(()).to(device)) for value in values])
 
 
 def _weighted(values: Tensor, weights: list[float]) -> Tensor:
@@ -293,11 +264,6 @@ def _weighted(values: Tensor, weights: list[float]) -> Tensor:
 
 def _as_tensor(value: Value) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-def _wide(value: Tensor) -> Tensor:
-    # float64 gives exact means over many steps, but MPS does not support it.
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
 # Checks of `self.log`
@@ -733,7 +699,7 @@ class LoggedValues:
         """
         entries = list(self._tables["train"].values())
         last = {number: entry.last for number, entry in enumerate(entries) if entry.last is not None}
-        for number, value in _on_cpu(last).items():
+        for number, value in on_cpu(last).items():
             entries[number].last = value
 
     def synced_step_values(self) -> dict[str, Value]:
@@ -817,12 +783,11 @@ class LoggedValues:
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         entries = self._tables[stage].values()
-        # Totals and step values in one transfer, since the host waits for the device at each.
+        # One transfer and one collective for epoch and step values. Ranks may have logged different names.
         latest = {(True, name): value for name, value in latest_of(entries).items()}
         numbers = to_lists({**{(False, name): entry.folded() for name, entry in fresh.items()}, **latest})
         local = {name: entry.portable(numbers[False, name]) for name, entry in fresh.items()}
         steps_here = {name: numbers[True, name] for _, name in latest}
-        # One collective for epoch and step values. Ranks may have logged different names.
         both = self._that_count(gather_object([{"epoch": local, "steps": steps_here}]))
         everyone, steps = [each["epoch"] for each in both], combined(entries, [each["steps"] for each in both])
         results: list[EpochValue] = []
@@ -841,7 +806,7 @@ class LoggedValues:
                 shown = first["prog_bar"], first["logger"]
                 results.append(EpochValue(first["name"], first["epoch_name"], *shown, value, first["loader"]))
         # Results of metrics are still on their device.
-        copied = _on_cpu({number: result.value for number, result in enumerate(results)})
+        copied = on_cpu({number: result.value for number, result in enumerate(results)})
         results = [result._replace(value=copied[number]) for number, result in enumerate(results)]
         for entry in entries:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:

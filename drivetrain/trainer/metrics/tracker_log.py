@@ -18,7 +18,8 @@ from drivetrain.runtime.terminal import print_text
 from drivetrain.runtime.timing import LOGGING
 from drivetrain.trackers.base import COMPLETED, outcome_of
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
-from drivetrain.trainer.metrics.logged_values import EpochValue, to_numbers
+from drivetrain.trainer.metrics.logged_values import EpochValue
+from drivetrain.trainer.metrics.transfer import to_numbers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.batches import limits_of
 from drivetrain.trainer.loops.progress import Phase
-from drivetrain.trainer.metrics.logged_values import to_numbers
+from drivetrain.trainer.metrics.transfer import to_numbers
 
 __all__ = ["Trainer"]
 

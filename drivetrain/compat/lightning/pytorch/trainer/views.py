@@ -21,9 +21,9 @@ from drivetrain.trainer.metrics.logged_values import (
     LogScope,
     Value,
     moment_of,
-    to_numbers,
 )
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
+from drivetrain.trainer.metrics.transfer import to_numbers
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
