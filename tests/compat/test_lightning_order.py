@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from drivetrain.compat.lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from drivetrain.compat.lightning.pytorch.trainer.conventions import interleaved
@@ -19,8 +21,9 @@ SAMPLES, SEED = 11, 7
 
 
 class Reads(LightningModule):
-    def __init__(self, shuffle: bool) -> None:
+    def __init__(self, shuffle: bool, sampler: Any = None) -> None:
         super().__init__()
+        self.sampler = sampler
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.shuffle = shuffle
         self.read: list[list[int]] = []
@@ -30,7 +33,7 @@ class Reads(LightningModule):
         self.drawn = torch.rand(()).item()
 
     def train_dataloader(self) -> Any:
-        return DataLoader(range(SAMPLES), batch_size=2, shuffle=self.shuffle)  # type: ignore[arg-type]
+        return DataLoader(range(SAMPLES), batch_size=2, shuffle=self.shuffle, sampler=self.sampler)  # type: ignore[arg-type]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.read.append(batch.tolist())
@@ -38,6 +41,21 @@ class Reads(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Drawn(Sampler[int]):
+    """The order of a generator of its own, from the last sample down in its first epoch."""
+
+    def __init__(self, seed: int) -> None:
+        self.numbers, self.order = np.random.default_rng(seed), [*reversed(range(SAMPLES))]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        drawn = [*self.order]
+        self.numbers.shuffle(self.order)
+        return iter(drawn)
 
 
 class Predicts(Reads):
@@ -80,9 +98,12 @@ def orders(folder: str) -> dict[str, Any]:
         ("each all", False, {"use_distributed_sampler": False}, None),
         ("shuffled", True, {"callbacks": [Saves()]}, None),
         ("resumed", True, {}, path),
+        ("by a sampler", None, {}, None),
+        ("by a sampler of each", None, {}, None),
     ):
         seed_everything(SEED, verbose=False)
-        task = Reads(shuffle)
+        rank = int(os.environ["RANK"])
+        task = Reads(bool(shuffle), Drawn(rank * (name == "by a sampler of each")) if shuffle is None else None)
         torch.rand(3)
         trainer(folder, **options).fit(task, ckpt_path=resumed)
         found[name] = task.read
@@ -95,12 +116,12 @@ def orders(folder: str) -> dict[str, Any]:
     return found
 
 
-def expected(rank: int, shuffle: bool) -> list[list[int]]:
+def expected(rank: int, shuffle: bool, drawn: Any = range(SAMPLES)) -> list[list[int]]:
     sampler: Any = DistributedSampler(range(SAMPLES), 2, rank, shuffle=shuffle, seed=SEED)  # type: ignore[arg-type]
     read = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        read += [each.tolist() for each in DataLoader(range(SAMPLES), 2, sampler=sampler)]  # type: ignore[arg-type]
+        read += [each.tolist() for each in DataLoader(list(drawn), 2, sampler=sampler)]  # type: ignore[arg-type]
     return read
 
 
@@ -114,6 +135,16 @@ def test_each_process_takes_every_second_sample_shuffled_unless_it_is_to_overfit
         assert read["in order"] == 2 * expected(rank, shuffle=False)[:2]
         assert read["not shuffled by its loader"] == expected(rank, shuffle=True)
         assert read["shuffled"] == expected(rank, shuffle=True)
+
+
+def test_a_sampler_of_the_script_is_shared_out_by_samples_too(found: Any) -> None:
+    for rank, read in enumerate(found):
+        assert read["by a sampler"] == expected(rank, shuffle=True, drawn=Drawn(0))
+
+
+def test_a_sampler_that_draws_otherwise_on_each_process_neither_repeats_nor_omits_samples(found: Any) -> None:
+    for rank, read in enumerate(found):
+        assert read["by a sampler of each"] == expected(rank, shuffle=True, drawn=Drawn(0))
 
 
 def test_processes_draw_from_the_seed_whatever_was_drawn_before(found: Any) -> None:

@@ -14,8 +14,10 @@ import torch
 from drivetrain.compat.aliases import STAND_INS
 from drivetrain.compat.lightning.fabric.utilities.cloud_io import get_filesystem
 from drivetrain.compat.lightning.pytorch import Trainer
+from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import get_standard_metrics
 from drivetrain.compat.lightning.pytorch.core import saving
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from drivetrain.compat.lightning.pytorch.loggers import CSVLogger
 from drivetrain.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from drivetrain.compat.lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 
@@ -104,6 +106,11 @@ def test_a_module_may_load_checkpoints_in_its_own_way(tmp_path: Path) -> None:
     again = LoadsInItsOwnWay.load_from_checkpoint(tmp_path / "one.ckpt")
     assert again.own_way
     assert torch.equal(again.layer.weight, model.layer.weight)
+
+
+def test_bars_of_packages_begin_with_the_version_of_the_logger(tmp_path: Path) -> None:
+    assert get_standard_metrics(quiet(logger=CSVLogger(tmp_path, version=3))) == {"v_num": 3}
+    assert get_standard_metrics(quiet()) == {}
 
 
 def test_small_tools_are_where_packages_import_them_from() -> None:

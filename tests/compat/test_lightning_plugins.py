@@ -272,6 +272,10 @@ def test_a_strategy_brings_its_number_format() -> None:
         assert torch.ones(1).dtype == torch.bfloat16
     with pytest.warns(UserWarning, match="bf16-mixed"):
         assert Fabric(accelerator="cpu", precision="16-mixed").accelerator.precision.name == "bf16"
+    with pytest.warns(UserWarning, match="bf16-mixed"):
+        assert Trainer(accelerator="cpu", precision="16-mixed", logger=False).precision == "bf16-mixed"
+    given = MixedPrecision("16-mixed", "cpu")
+    assert Trainer(accelerator="cpu", plugins=[given], logger=False).precision == "16-mixed"
 
 
 def test_a_sharded_strategy_takes_torchs_options() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.compat.lightning.fabric.utilities import data
@@ -16,6 +17,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_war
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.data import CombinedLoader, DataShard, InterleavingSampler, PendingBatch, rebuilt
 from drivetrain.data.combined import is_structure
+from drivetrain.runtime.collectives import broadcast_object_list, gather_object
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import CALLBACKS
 from drivetrain.trainer import Task
@@ -67,13 +69,49 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
     """
     if shard.count == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
         return loader
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return loader
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    if type(loader).__iter__ is not DataLoader.__iter__ or isinstance(loader.sampler, DistributedSampler):
         return loader
     seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    sampler = InterleavingSampler(loader.dataset, shard, shuffle, seed)
+    if type(loader.sampler) in (RandomSampler, SequentialSampler):
+        sampler = InterleavingSampler(loader.dataset, shard, shuffle, seed)
+    elif isinstance(loader.sampler, Sized):
+        sampler = InterleavedOrder(loader.sampler, shard, shuffle, seed)
+    else:
+        return loader
     return rebuilt(loader, loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
+
+
+class InterleavedOrder(InterleavingSampler):
+    """`InterleavingSampler` over the indices that another sampler draws in each epoch.
+
+    Args:
+        sampler: The sampler of a loader, with a length.
+        shard: Part of the indices that this process reads.
+        shuffle: Shuffle the drawn indices as well.
+        seed: Seed of that shuffle.
+    """
+
+    def __init__(self, sampler: Any, shard: DataShard, shuffle: bool, seed: int) -> None:
+        super().__init__(sampler, shard, shuffle, seed)
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = _equal_on_all(list(self.sampler))
+        for place in super().__iter__():
+            yield drawn[place]
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+def _equal_on_all(drawn: list[Any]) -> list[Any]:
+    """Return rank 0's indices if a sampler drew others in other processes, which would repeat and omit samples."""
+    digests = gather_object([hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()])
+    if len(set(digests)) > 1:
+        [drawn] = broadcast_object_list([drawn])
+    return drawn
 
 
 # What a run takes for loaders, shows to hooks and begins with, as Lightning's does.

@@ -13,7 +13,7 @@ from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
-from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
+from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as, usable_on
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
@@ -107,10 +107,10 @@ class Trainer(LightningSaving):
             explain_ones(given)
         _refuse_registry(model_registry)
         spell(options)
-        precision = taken_from(plugins, precision, options)
+        accelerator = kind_of(accelerator)
+        precision = taken_from(plugins, usable_on(accelerator, precision), options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
-        accelerator = kind_of(accelerator)
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
         self._spawns = _starts_interpreters(options.get("strategy"))

@@ -9,7 +9,7 @@ from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
 from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 
-__all__ = ["ProgressBar"]
+__all__ = ["ProgressBar", "get_standard_metrics"]
 
 
 class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
@@ -131,7 +131,7 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
         """Return what is shown beside the progress; override it to show something else."""
         shown = dict(trainer.progress_bar_metrics)
-        return {**_version_of(trainer), **shown}
+        return {**get_standard_metrics(trainer), **shown}
 
 
 class SwitchedBar(ProgressBar):
@@ -164,8 +164,8 @@ class SwitchedBar(ProgressBar):
         self._is_on = False
 
 
-def _version_of(trainer: Any) -> dict[str, Any]:
-    """The version of the first logger that has one; none in a development run."""
+def get_standard_metrics(trainer: Any) -> dict[str, Any]:
+    """Return `{"v_num": version}` of the first logger, or an empty dict if it has no version."""
     found = [each for each in trainer.loggers if not isinstance(each, DummyLogger)]
     version = getattr(found[0], "version", None) if found else None
     if version is None or version == "":
