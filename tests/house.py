@@ -446,19 +446,19 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3335),
-    "callbacks": (34, 7573),
-    "checkpoint": (13, 3242),
+    "accelerator": (12, 3337),
+    "callbacks": (34, 7620),
+    "checkpoint": (13, 3204),
     "cli": (18, 1576),
-    "compat": (192, 11752),
-    "data": (14, 3001),
-    "inference": (24, 5749),
-    "launch": (15, 4270),
-    "runtime": (25, 3726),
-    "strategies": (59, 10943),
-    "trackers": (18, 2983),
-    "trainer": (46, 9775),
-    "verification": (10, 1702),
+    "compat": (192, 11779),
+    "data": (14, 2998),
+    "inference": (24, 5733),
+    "launch": (15, 4239),
+    "runtime": (25, 3776),
+    "strategies": (59, 11092),
+    "trackers": (18, 2959),
+    "trainer": (47, 9750),
+    "verification": (10, 1709),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 
