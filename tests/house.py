@@ -450,7 +450,7 @@ ROOMS = {
     "callbacks": (34, 7620),
     "checkpoint": (13, 3204),
     "cli": (18, 1576),
-    "compat": (192, 11779),
+    "compat": (192, 11780),
     "data": (14, 2998),
     "inference": (24, 5733),
     "launch": (15, 4239),

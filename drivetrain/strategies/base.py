@@ -248,7 +248,7 @@ class Topology:
             parts = [tensor.reshape(-1) for tensor in own if tensor.dtype == dtype]
             flat = torch.cat(parts) if parts else torch.empty(sum(sizes), dtype=dtype, device=self.device)
             dist.broadcast(flat, src=self.loss_rank, group=self.stage_group)
-            received[dtype] = iter(flat.split(sizes))
+            received[dtype] = iter(torch.split(flat, sizes))
         if self.computes_loss:
             return result
         return recursively_apply(

@@ -258,7 +258,7 @@ def _stack(values: list[Value]) -> Tensor:
 def _weighted(values: Tensor, weights: list[float]) -> Tensor:
     """Multiply values by weights, run by run of equal ones: the host would wait for a copy of them to the device."""
     runs = [(weight, len(list(run))) for weight, run in groupby(weights)]
-    parts = values.split([length for _, length in runs])
+    parts = torch.split(values, [length for _, length in runs])
     return torch.cat([part * weight for part, (weight, _) in zip(parts, runs, strict=True)])
 
 

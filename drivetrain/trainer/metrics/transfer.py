@@ -25,7 +25,7 @@ def to_lists(values: Mapping[K, Tensor | float]) -> dict[K, Any]:
             by_device.setdefault(value.device, {})[key] = value
     for tensors in by_device.values():
         copied = torch.cat([wide(tensor.reshape(-1)) for tensor in tensors.values()]).cpu()
-        parts = copied.split([tensor.numel() for tensor in tensors.values()])
+        parts = torch.split(copied, [tensor.numel() for tensor in tensors.values()])
         for (key, tensor), part in zip(tensors.items(), parts, strict=True):
             lists[key] = part.reshape(tensor.shape).tolist()
     return lists

@@ -98,11 +98,14 @@ def extract_model_from_parallel(
     return without_wrappers(model, keep_torch_compile)
 
 
+_ADDED_BY_SCRIPTS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
 def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
     """Return a module without torch's own wrappers for several devices; a compiled one may stay compiled."""
     bare: Any = model
     compiled: Any = None
-    while is_compiled_module(bare) or isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    while is_compiled_module(bare) or isinstance(bare, _ADDED_BY_SCRIPTS):
         if is_compiled_module(bare):
             compiled = bare if compiled is None else compiled
             bare = bare._orig_mod
