@@ -121,7 +121,7 @@ class PartialState:
             wanted, number = get_device(asked)
             if wanted is not self.kind or number is not None:
                 chosen = wanted.device(number or 0)
-                if not moves and chosen != self.device:
+                if not moves and (wanted is not self.kind or chosen != self.device):
                     raise ConfigurationError(_another_device(self.device, asked))
                 self.move_to(wanted, chosen)
             return

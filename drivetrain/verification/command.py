@@ -62,7 +62,7 @@ def verify(given: tuple[str, ...], **options: Any) -> int:
 
     flags, script, arguments = _split(given)
     as_json, output = options.pop("as_json"), options.pop("output")
-    given_options = {name: value for name, value in options.items() if value}
+    given_options = {name: value for name, value in options.items() if value is not None and value is not False}
     sizes, names = given_options.pop("world_sizes", None), given_options.pop("strategies", None)
     if sizes or (names and "," in names):
         _refuse_single_options(given_options)

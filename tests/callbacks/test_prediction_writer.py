@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             return batch[0].mean()
 
-    with pytest.raises(DataError, match="a row for each sample"):
+    with pytest.raises(DataError, match="with a row, or a list with an item, for each sample"):
         predict(Mean(), PredictionWriter(tmp_path), numbers(4, 2))
 
 

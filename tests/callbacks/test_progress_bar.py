@@ -182,6 +182,7 @@ class Run:
     def __init__(self) -> None:
         self.reads = 0
         self.progress = SimpleNamespace(batches_in_epoch=0)
+        self.logged = SimpleNamespace(copy_step_values=lambda: None)
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:

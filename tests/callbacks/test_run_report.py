@@ -171,7 +171,8 @@ def test_a_page_shows_the_lines_of_the_run(tmp_path: Path) -> None:
     texts = [line.split("  ", 1)[1] for line in lines]
     assert texts[0].startswith("Training Talking: 1 process on ")
     assert [text for text in texts if "|" in text] == ["epoch | 0 | <begins>", "epoch | 1 | <begins>"]
-    assert texts.count("so is <this>") == texts.count("UserWarning: this is odd") == 2
+    assert texts.count("so is <this>") == 2
+    assert "UserWarning: this is odd" in texts  # once or twice, as Python's filter of warnings is set
     assert not [text for text in texts if "nobody" in text]
     page = (folder_of(tmp_path) / "report.html").read_text()
     assert "epoch | 1 | &lt;begins&gt;" in page

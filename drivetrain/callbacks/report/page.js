@@ -327,7 +327,7 @@
       say();
       if (waits) return;
       waits = true;
-      requestAnimationFrame(() => { waits = false; keep(); live.filter(({ chart }) => !chart.stacked).forEach(draw); });
+      setTimeout(() => { waits = false; keep(); live.filter(({ chart }) => !chart.stacked).forEach(draw); }, 20);
     });
     tools.hidden = false;
   }
