@@ -47,7 +47,7 @@ def test_a_sound_script_is_the_same(tmp_path: Path) -> None:
     assert "Difference of weights" in text
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.slow
 def test_a_mean_over_tokens_is_named_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -70,7 +70,7 @@ def test_a_script_that_trains_nothing_is_refused() -> None:
     ("arguments", "message"),
     [
         (["no_such_script.py"], "no_such_script.py"),
-        (["--steps", "0", RAW, "plain"], "--steps"),
+        (["--steps", "0", RAW, "plain"], "steps=0 is not valid"),
         (["--world-sizes", "1,x", RAW], "Use numbers such as 1,2,4"),
         (["--world-sizes", "1,2", "--record", "x", RAW], "--record compares one run"),
         (["-m", "module"], "Pass the path of the file"),
