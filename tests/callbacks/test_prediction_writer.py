@@ -93,7 +93,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[int], Any]]] = {
     "none": (lambda x: [None for _ in x], lambda row: None),
     "uuid": (lambda x: [uuid.UUID(int=int(row)) for row in x], lambda row: str(uuid.UUID(int=row))),
     "boxes": (lambda x: [torch.full((int(row) % 3, 1), 7) for row in x], lambda row: ((7,),) * (row % 3)),
-    "array": (lambda x: x.numpy() * 2, lambda row: 2.0 * row),
+    "array": (lambda x: x.cpu().numpy() * 2, lambda row: 2.0 * row),
     "tensors of any shape": (lambda x: torch.zeros(len(x), int(x[0]) + 1, dtype=torch.int), None),  # type: ignore[dict-item]
     "index": (lambda x: [f"own {int(row)}" for row in x], lambda row: f"own {row}"),
 }
