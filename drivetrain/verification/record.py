@@ -351,6 +351,8 @@ class Recorder(observer.Observer):
         step["random"] = _digest(torch.get_rng_state())
         number = next(n for n, each in enumerate(self._prepared.optimizers) if each.optimizer is optimizer)
         step["optimizer"] = number
+        # Loaders that have ended were evaluated before this step.
+        step["batches"] = [each for each in step.get("batches", ()) if each["loader"] in self._open]
         self._counts[number] = self._counts.get(number, 0) + 1
         self.record["steps"].append(step)
         self._step, self._evaluated = {}, False

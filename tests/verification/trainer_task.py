@@ -127,7 +127,7 @@ class Classify(Task):
         return DataLoader(data, 8, shuffle=True, num_workers=2 if CASE == "workers" else 0)
 
     def val_dataloader(self):
-        return DataLoader(torch.utils.data.Subset(digits(), range(50)), 8)
+        return DataLoader(torch.utils.data.Subset(digits(), range(50)), 40)
 
 
 class Language(Task):
