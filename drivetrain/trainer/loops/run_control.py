@@ -271,10 +271,15 @@ class RunControl:
         self._stops = StopExchange(world_size)
         self.options = options
         self.identity = uuid.uuid4().hex
-        self.begin()
+        self._started = 0.0
+        self._clear()
 
     def begin(self) -> None:
         """Clear all stop requests, signals and rollbacks of the previous run, before a new run begins."""
+        self._clear()
+        self.start_clock()
+
+    def _clear(self) -> None:
         self.stop_requested = self.stop_agreed = False
         self.rollback_path: str | None = None
         self.batches_to_skip: set[tuple[int, int]] = set()
@@ -285,7 +290,6 @@ class RunControl:
         self._requests: dict[str, str] = {}  # asker to reason
         self._stops_for_good = self._has_declined = False
         self._signals = Interruption(self._on_signal)
-        self.start_clock()
 
     def signals_watched(self) -> AbstractContextManager[None]:
         return self._signals.watched()
