@@ -457,8 +457,8 @@ ROOMS = {
     "runtime": (25, 3776),
     "strategies": (59, 11092),
     "trackers": (18, 2959),
-    "trainer": (47, 9750),
-    "verification": (10, 1709),
+    "trainer": (47, 9753),
+    "verification": (10, 1710),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 
