@@ -1,4 +1,4 @@
-"""What `drivetrain verify` says of sound scripts and of scripts with a planted mistake.
+"""Verdicts of `drivetrain verify` on sound scripts and on scripts with a planted mistake.
 
     python benchmarks/verification.py
     python benchmarks/verification.py --seeds 20

@@ -451,14 +451,14 @@ ROOMS = {
     "checkpoint": (13, 3204),
     "cli": (18, 1576),
     "compat": (192, 11780),
-    "data": (14, 2998),
+    "data": (14, 2997),
     "inference": (24, 5733),
-    "launch": (15, 4239),
+    "launch": (15, 4233),
     "runtime": (25, 3776),
     "strategies": (59, 11092),
     "trackers": (18, 2959),
-    "trainer": (47, 9753),
-    "verification": (10, 1710),
+    "trainer": (47, 9745),
+    "verification": (10, 1708),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

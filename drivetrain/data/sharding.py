@@ -29,7 +29,6 @@ from drivetrain.runtime.state import PartialState
 Item = TypeVar("Item")
 
 _END: Any = object()
-_UNREAD: Any = object()
 
 
 class Share(NamedTuple):

@@ -84,14 +84,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_no_existing_state() -> None:
-    if PartialState.existing() is not None:
-        raise LaunchError(
-            "This process already has an Accelerator, Trainer or PartialState, so new processes cannot create one. "
-            "Restart the kernel, and create it only inside the function passed to notebook_launcher."
-        )
-
-
 _SPAWN = "start new interpreters with notebook_launcher(start_method=\"spawn\") or Trainer(strategy='ddp_spawn')."
 
 

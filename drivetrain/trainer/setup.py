@@ -120,20 +120,6 @@ def make_accelerator(
     )
 
 
-def _refuse_launched_sharding(strategy: str | Strategy) -> None:
-    """Raise an error if `sync_batchnorm=True`, but the launcher has selected a strategy such as FSDP.
-
-    No error is raised if the script selects a strategy itself.
-    """
-    launched = Launched().strategy() if strategy == "auto" else None
-    if launched is not None:
-        raise ConfigurationError(
-            f"Trainer(sync_batchnorm=True) works only with strategy='ddp', but the launcher selected "
-            f"strategy={launched.name!r}. Launch without it, use Trainer(strategy='ddp'), or remove sync_batchnorm "
-            "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-        )
-
-
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
     """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it."""
     # The launcher passes its options in environment variables.

@@ -57,7 +57,7 @@ def verify(given: tuple[str, ...], **options: Any) -> int:
     drivetrain verify --as accelerate train.py
     drivetrain verify --world-sizes 1,2,4 --strategies ddp,fsdp train.py
     """  # noqa: D301
-    from drivetrain.verification.run import ComparisonError, verify_all
+    from drivetrain.verification.run import ComparisonError, ScriptFailed, verify_all
     from drivetrain.verification.run import verify as run
 
     flags, script, arguments = _split(given)
@@ -81,7 +81,8 @@ def verify(given: tuple[str, ...], **options: Any) -> int:
     try:
         result = run(script, arguments, strategy=names, flags=flags, progress=_say, **given_options)
     except ComparisonError as error:
-        click.echo(visible(f"Could not be compared. {error}"), err=True)
+        trace = error.traceback if isinstance(error, ScriptFailed) else ""
+        click.echo(visible(f"{trace}\n\nCould not be compared. {error}".lstrip()), err=True)
         return 2
     click.echo(json.dumps(result.to_dict(), indent=2) if as_json else visible(str(result)))
     if output is not None:

@@ -15,13 +15,13 @@ from typing import Any
 Values = Mapping[str, Sequence[float]]
 
 QUANTITIES = ("rows", "loss", "gradients", "clipped gradients", "learning rates", "skipped steps", "weights", "buffers")
-"""What is compared in each step, in the order in which a step computes it."""
+"""Names of the compared quantities, in the order in which a step computes them."""
 
 _FLOORS = {"loss": 2e-6, "gradients": 2e-5, "clipped gradients": 2e-5, "weights": 5e-6, "buffers": 5e-6}
 """Differences per step that are rounding in float32, whatever the measured rounding is."""
 _LOW_PRECISION = {"loss": 4e-3, "gradients": 3e-2, "clipped gradients": 3e-2, "weights": 2e-3, "buffers": 2e-3}
 ALLOWED = 4.0
-"""How many times the measured rounding the difference may be."""
+"""Largest difference, as a multiple of the measured rounding."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -36,7 +35,7 @@ SEED = 20240
 
 @dataclass(frozen=True)
 class Recording:
-    """What a process has to record, and how it differs from the script. Written as JSON for the process.
+    """Request to a process: how many steps to record, and how its run differs from the script. Passed as JSON.
 
     Attributes:
         folder: Folder for the records, and for what the script saves.
@@ -122,11 +121,6 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32 if is_low else None))
 
 
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
-
-
 def strategy_of(spec: str) -> Any:
     """Return the strategy that a name stands for.
 
@@ -165,7 +159,7 @@ class Recorder(observer.Observer):
 
     asked: Recording
     random: RowRandom = field(default_factory=RowRandom)
-    record: dict[str, Any] = field(default_factory=lambda: {"steps": [], "logged": [], "notes": []})
+    record: dict[str, Any] = field(default_factory=lambda: {"steps": [], "logged": []})
     _step: dict[str, Any] = field(default_factory=dict)
     _engine: Any = None
     _precision: Any = None
@@ -232,8 +226,7 @@ class Recorder(observer.Observer):
                 rows = rows_of(batch, info.rows)
                 kept = None if rows is None else rows[: len(rows) - info.padding]
                 if self._open[-1] == number:
-                    entry = {"loader": number, "index": info.index, "rows": kept, "padding": info.padding}
-                    entry["counts"] = counts_of(batch)
+                    entry = {"loader": number, "rows": kept, "padding": info.padding, "counts": counts_of(batch)}
                     self._step.setdefault("batches", []).append(entry)
                 self.random.begin(rows or [], info.index)
                 try:
@@ -296,7 +289,6 @@ class Recorder(observer.Observer):
         self.record["normalizations"] = sorted(
             {type(each).__name__ for each in modules if isinstance(each, nn.modules.batchnorm._BatchNorm)}
         )
-        self.record["counts_values"] = strategy.topology.counts_values
         self.record["computes_loss"] = strategy.topology.computes_loss
 
     def _see_loss(self, loss: Tensor) -> None:
@@ -348,9 +340,7 @@ class Recorder(observer.Observer):
             for name, each in self._engine.weights.strategy.unwrap(model).named_buffers()
             if each.numel() and not each.is_complex()
         }
-        step["random"] = _digest(torch.get_rng_state())
         number = next(n for n, each in enumerate(self._prepared.optimizers) if each.optimizer is optimizer)
-        step["optimizer"] = number
         # Loaders that have ended were evaluated before this step.
         step["batches"] = [each for each in step.get("batches", ()) if each["loader"] in self._open]
         self._counts[number] = self._counts.get(number, 0) + 1
@@ -371,7 +361,7 @@ class Recorder(observer.Observer):
         for name, value in values.items():
             with suppress(TypeError, ValueError, RuntimeError):
                 numbers[name] = float(value)
-        self.record["logged"].append({"step": step, "after": len(self.record["steps"]), "values": numbers})
+        self.record["logged"].append({"step": step, "values": numbers})
 
     # end
 
@@ -381,7 +371,7 @@ class Recorder(observer.Observer):
     def write(self, problem: str = "") -> None:
         """Write the record of this process as `rank<number>.json` into the folder."""
         rank = ProcessEnvironment.detect().rank
-        self.record["problem"], self.record["complete"] = problem, self.is_done
+        self.record["problem"] = problem
         self.record["dropout"], self.record["unplaced"] = self.random.has_dropout, sorted(self.random.unplaced)
         self.record["loaders"] = len(self._loaders)
         path = Path(self.asked.folder) / f"rank{rank}.json"
@@ -407,6 +397,7 @@ def _main(options: str, script: str) -> None:
         raise
     except BaseException as error:
         problem = "".join(traceback.format_exception_only(error)).strip()
+        recorder.record["traceback"] = "".join(traceback.format_exception(error)).strip()
         raise
     finally:
         recorder.write(problem)

@@ -46,6 +46,11 @@ class ScriptFailed(ComparisonError):
         super().__init__(message)
         self.reason, self.run, self.processes = reason, run, processes
 
+    @property
+    def traceback(self) -> str:
+        """Traceback of the first rank that failed, or an empty string."""
+        return next((rank["traceback"] for rank in self.run.ranks if rank.get("traceback")), "")
+
 
 class DifferentError(AssertionError):
     """Raised by `VerificationResult.assert_same` if the runs differ."""
@@ -124,6 +129,7 @@ class VerificationResult:
             "those that are hidden in functions under a condition on the rank."
             if hangs
             else "Mend what the message names.",
+            [error.traceback] if error.traceback else [],
         )
         first = run.first if run.ranks else {}
         strategy, precision = str(first.get("strategy", "")), str(first.get("precision", ""))
@@ -356,6 +362,8 @@ class _Runs:
         try:
             subject = self._resumed(flags, asked) if resume else self._run("the run", flags, **asked)
         except ScriptFailed as error:
+            if strategy is not None and "ConfigurationError:" in error.reason:
+                raise  # this strategy needs something that the script does not give, such as a tp_plan
             self.progress("It failed. The script on one process")
             self._run("one process", ["--num_processes", "1", *kept], strategy="single", precision="32")
             return VerificationResult.failed(error)
@@ -419,10 +427,9 @@ class _Runs:
         alone = ["--num_processes", "1", *flags]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             started = {name: pool.submit(self._run, "one process", alone, **asked, **own) for name, own in runs.items()}
-            try:
+            # They may fail because they write to the same files. Then they run one after the other.
+            with suppress(ScriptFailed):
                 return {name: future.result() for name, future in started.items()}
-            except ScriptFailed:
-                pass  # perhaps because they wrote to the same files
         return {name: self._run("one process", alone, **asked, **own) for name, own in runs.items()}
 
     def _kept(self, flags: list[str]) -> list[str]:

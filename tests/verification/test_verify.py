@@ -110,6 +110,7 @@ def test_what_cannot_be_compared_says_why(case: str) -> None:
     assert run.returncode == 2
     assert run.stderr.count("Could not be compared.") == 1
     assert NOT_COMPARABLE[case] in run.stderr
+    assert ("raw_loop.py" in run.stderr) == (case == "fails")  # the traceback shows the script's line
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ class Accelerator(ReadMembers):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """As `drivetrain.Accelerator.unwrap_model`, also without wrappers of torch's that the script has added."""
+        """Unwrap a model as `drivetrain.Accelerator` does, and remove wrappers of torch that the script has added."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return without_wrappers(found, keep_torch_compile)
 

@@ -47,11 +47,11 @@ __getattr__ = absent_names(__name__, (INTERNAL, ["MpDeviceLoaderWrapper"]))
 
 
 class DataLoaderAdapter:
-    """What all loaders of this module are, to check instances against: around a loader of the user's."""
+    """Base class of all loaders of this module, for `isinstance` checks in scripts."""
 
 
 class DataLoaderStateMixin:
-    """What loaders that an Accelerator has prepared are, to check instances against."""
+    """Base class of the loaders that an Accelerator has prepared, for `isinstance` checks in scripts."""
 
 
 class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):

@@ -1,4 +1,4 @@
-"""Where Accelerate's configuration file is, and reading and writing one."""
+"""Reading and writing of Accelerate's configuration files, and the path of the default one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BaseConfig:
 
 
 class ClusterConfig(BaseConfig):
-    """What a configuration file for this machine or a cluster holds."""
+    """Content of a configuration file for this machine or a cluster."""
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {
         **BaseConfig._DEFAULTS,
@@ -72,7 +72,7 @@ class ClusterConfig(BaseConfig):
 
 
 class SageMakerConfig(BaseConfig):
-    """What a configuration file for SageMaker holds, which no job is started from."""
+    """Content of a configuration file for SageMaker. drivetrain starts no jobs there."""
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
