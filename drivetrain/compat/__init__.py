@@ -1,7 +1,7 @@
-"""Other frameworks' module paths and names over drivetrain, so that what was written for them runs unchanged.
+"""Run scripts for Accelerate and Lightning unchanged: their module paths and names, implemented with drivetrain.
 
-`install("accelerate")` lets `import accelerate` give `drivetrain.compat.accelerate`, in scripts and in the libraries
-that they import. `drivetrain launch --as accelerate` does the same in every process of a run.
+After `install("accelerate")`, `import accelerate` gives `drivetrain.compat.accelerate`, in scripts and in their
+libraries. `drivetrain launch --as accelerate` does the same in every process of a run.
 """
 
 from drivetrain.compat.aliases import install

@@ -1,4 +1,4 @@
-"""One package under the name of another: imports of `accelerate` resolve to `drivetrain.compat.accelerate`."""
+"""Import one package under the name of another: `accelerate` becomes `drivetrain.compat.accelerate`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 
 
 def install(package: str, *others: str) -> ModuleType:
-    """Let imports of packages give drivetrain's own under their names, in this process.
+    """Make imports of a package in this process resolve to drivetrain's mirror of it.
 
-    Its submodules, `importlib.util.find_spec` and `importlib.metadata.version` follow, so that libraries that ask
-    whether the package is there, and in which version, find this one. Whether the original is installed makes no
-    difference.
+    This includes submodules, `importlib.util.find_spec` and `importlib.metadata.version`, by which libraries check for
+    the package and its version. The original need not be installed.
 
     Example:
         ```python
@@ -72,12 +71,12 @@ def install(package: str, *others: str) -> ModuleType:
 
 
 def _framework(package: str) -> str:
-    """The framework that a package belongs to: the name of its directory in `STAND_INS`."""
+    """Return the framework of a package: the name of its directory in `STAND_INS`."""
     return PACKAGES[package].split(".")[2]
 
 
 def _publish_launch_options() -> None:
-    """Set the variables by which Accelerate's launcher hands its options on, which scripts and libraries read."""
+    """Set the environment variables in which Accelerate's launcher passes its options to scripts."""
     for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"):
         value = os.environ.get(f"DRIVETRAIN_{name}")
         if value is not None:
@@ -90,7 +89,7 @@ def _is_stand_in(module: ModuleType) -> bool:
 
 
 class AliasFinder(DistributionFinder):
-    """Finds the modules of one package, and its version, under the name of another."""
+    """Import finder that maps one package's modules, and its version metadata, to another package."""
 
     def __init__(self, package: str, target: str) -> None:
         self.package, self.target = package, target
@@ -104,7 +103,7 @@ class AliasFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find `package.some.module` as `target.some.module`; None for what is not of the package."""
+        """Find `package.some.module` as `target.some.module`. Returns None for other packages."""
         if fullname != self.package and not fullname.startswith(f"{self.package}."):
             return None
         own = self.target + fullname[len(self.package) :]
@@ -122,27 +121,27 @@ class AliasFinder(DistributionFinder):
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[importlib.metadata.Distribution]:
-        """Find the version that the package has here, before that of an original that is installed."""
+        """Return the version metadata of the mirror before that of an installed original."""
         if context.name is None or context.name.replace("-", "_") == self.package:
             for folder in (STAND_INS / _framework(self.package)).glob(f"{self.package}-*.dist-info"):
                 yield PathDistribution(folder)
 
 
 class AliasLoader(Loader):
-    """Gives a module that exists for one that is imported under another name."""
+    """Import loader that returns an existing module for an aliased name."""
 
     def __init__(self, name: str, alias: str) -> None:
         self._name, self._alias = name, alias
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module under its own name."""
+        """Import the module under its original name."""
         module = importlib.import_module(self._name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put back the module's own spec, in whose place the import system has put that of the alias."""
+        """Restore the module's own spec, which the import system replaced by the alias's spec."""
         module.__spec__ = self._spec
         # A submodule that is imported later is set as an attribute of the package, over a function of the same name.
         for name in [each for each in sys.modules if each.startswith(f"{self._name}.")]:

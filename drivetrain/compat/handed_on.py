@@ -1,6 +1,6 @@
-"""The modules of other frameworks that only hand names on: which path has which names, and where they are defined.
+"""Modules of other frameworks that only re-export names: which module exports which names, and from where.
 
-`drivetrain.compat.aliases` makes these modules when they are imported, so that none needs a file.
+`drivetrain.compat.aliases` creates these modules on import, so they need no files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from drivetrain.runtime.errors import DrivetrainError
 
 
 class AbsentNameError(DrivetrainError, NotImplementedError):
-    """Something of another framework was called that drivetrain does not have."""
+    """Raised when a script calls a class or function of another framework that drivetrain does not have."""
 
 
 def absent(name: str, reason: str, package: str = "accelerate") -> type:
-    """A class to import, to inherit from and to check instances against, that raises when it is called."""
+    """Return a class that can be imported and subclassed, but raises `AbsentNameError` when called."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise AbsentNameError(f"{package}'s {name} was called. {reason}")
@@ -32,7 +32,7 @@ def absent(name: str, reason: str, package: str = "accelerate") -> type:
 
 
 def absent_names(module: str, *groups: tuple[str, Iterable[str]], room: str | None = None) -> Callable[[str], Any]:
-    """A module's `__getattr__` for the names that it does not have, and for modules in it that only hand names on."""
+    """Return a module's `__getattr__`, which creates missing names and re-export modules on access."""
     package = module.removeprefix("drivetrain.compat.").partition(".")[0]
     reasons = {name: reason for reason, names in groups for name in names}
     made: dict[str, Any] = {}
@@ -292,17 +292,17 @@ ABSENT: dict[str, tuple[str | None, list[tuple[str, str]]]] = {
 
 
 class HandedOnLoader(Loader):
-    """Makes a module that has no file: one that only hands names on."""
+    """Import loader for re-export modules, which have no file."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Make the module, or return the one that was made under another name."""
+        """Create the module, or return the one already created under another name."""
         return sys.modules.setdefault(self._name, ModuleType(self._name))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the names from where they are defined."""
+        """Import the re-exported names into the module."""
         key, names = self._name.removeprefix(PREFIX), {}
         for source, words in HANDED_ON[key].items():
             for word in words.replace(" as ", "=").split():
@@ -316,7 +316,7 @@ class HandedOnLoader(Loader):
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module of `drivetrain.compat`, with or without a file of its own."""
+    """Import a module of `drivetrain.compat`, with or without its own file."""
     if name.removeprefix(PREFIX) not in HANDED_ON:
         return importlib.import_module(name)
     loader = HandedOnLoader(name)
@@ -327,6 +327,6 @@ def import_module(name: str) -> ModuleType:
 
 
 def _reason(text: str) -> str:
-    """Return the text itself, or the constant that `module:NAME` names."""
+    """Return the text, or the constant that `module:NAME` refers to."""
     module, _, name = text.rpartition(":")
     return str(getattr(importlib.import_module(PREFIX + module), name)) if name.isupper() else text

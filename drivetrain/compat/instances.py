@@ -1,4 +1,4 @@
-"""Classes of Lightning and Accelerate that `isinstance` finds in drivetrain's own objects."""
+"""Metaclasses that make drivetrain's objects instances of Lightning's and Accelerate's classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StandsFor(ABCMeta):
-    """The metaclass of a class whose instances are also those of another one; subclasses are as usual."""
+    """Metaclass that makes another class's instances pass `isinstance`. Subclasses behave as usual."""
 
     original: type | None
 
@@ -27,7 +27,7 @@ class StandsFor(ABCMeta):
 
 
 class KindOfDevice(type):
-    """The metaclass of kinds of devices: an engine that runs on one is an instance of its class."""
+    """Metaclass of accelerator classes: an Accelerator on that device type passes `isinstance`."""
 
     kind: str
 

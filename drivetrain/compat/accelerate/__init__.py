@@ -1,7 +1,7 @@
-"""Accelerate's module paths and names over drivetrain: what was written for Accelerate 1.15 imports this and runs.
+"""Accelerate's module paths and names, implemented with drivetrain. Scripts for Accelerate 1.15 run with it.
 
 `import drivetrain.compat.accelerate as accelerate`, `drivetrain.compat.install("accelerate")` or
-`drivetrain launch --as accelerate` put it in the place of the original. Names are resolved on first use.
+`drivetrain launch --as accelerate` replace the original by it. Names are resolved on first use.
 """
 
 from __future__ import annotations

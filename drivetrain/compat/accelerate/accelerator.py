@@ -44,7 +44,7 @@ _KINDS: dict[type, type] = {
 
 
 class PreparedList:
-    """An attribute that is one of the run's lists, whose content an assignment replaces."""
+    """Descriptor of a list that the run owns. Assigning to the attribute replaces the list's content."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -57,10 +57,10 @@ class PreparedList:
 
 
 class Accelerator(ReadMembers):
-    """`drivetrain.Accelerator` as Accelerate's scripts make and read it.
+    """`drivetrain.Accelerator` with the arguments and members that scripts for Accelerate use.
 
     Attributes:
-        kwargs_handlers: What was given under this name.
+        kwargs_handlers: The argument of the constructor.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class Accelerator(ReadMembers):
         self.gradient_state: GradientState = GradientState(window=self.accumulation, active=self.active_loaders)
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool | None = None, **kwargs: Any) -> None:
-        """As `drivetrain.Accelerator.backward`, with an argument of DeepSpeed's engine."""
+        """Run `drivetrain.Accelerator.backward`, and accept DeepSpeed's argument `scale_wrt_gas`."""
         if scale_wrt_gas is False and self.gradient_accumulation_steps != 1:
             loss = loss * self.gradient_accumulation_steps
         with self._boundary():
@@ -94,7 +94,7 @@ class Accelerator(ReadMembers):
 
     @contextmanager
     def _boundary(self) -> Iterator[None]:
-        """Under DeepSpeed, let a backward within a window be one also where the script enters no context for it."""
+        """Mark a backward pass inside an accumulation window for DeepSpeed, if the script does not."""
         within = self.distributed_type.value == "DEEPSPEED" and not self.sync_gradients
         with ExitStack() as entered:
             for model in self.prepared.models if within else ():
@@ -102,7 +102,7 @@ class Accelerator(ReadMembers):
             yield
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare`, with the order and randomness of data that Accelerate has."""
+        """Run `drivetrain.Accelerator.prepare` with Accelerate's data order and random seeds."""
         mine = [not _is_marked(each) for each in objects]
         places = None if device_placement is None else list(compress(device_placement, mine))
         with self._shuffling(objects):
@@ -116,32 +116,32 @@ class Accelerator(ReadMembers):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As `drivetrain.Accelerator.prepare_model`."""
+        """Run `drivetrain.Accelerator.prepare_model`."""
         return self._mirrored(super().prepare_model(model, device_placement, evaluation_mode))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Unwrap a model as `drivetrain.Accelerator` does, and remove wrappers of torch that the script has added."""
+        """Unwrap a model like `drivetrain.Accelerator`, and also remove torch wrappers that the script added."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return without_wrappers(found, keep_torch_compile)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare_optimizer`."""
+        """Run `drivetrain.Accelerator.prepare_optimizer`."""
         return self._mirrored(super().prepare_optimizer(optimizer, device_placement))
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare_scheduler`."""
+        """Run `drivetrain.Accelerator.prepare_scheduler`."""
         return self._mirrored(super().prepare_scheduler(scheduler, steps_per_call=steps_per_call))
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As `drivetrain.Accelerator.prepare_data_loader`, with the order and randomness of data that Accelerate has.
+        """Run `drivetrain.Accelerator.prepare_data_loader` with Accelerate's data order and random seeds.
 
         Args:
-            data_loader: As there.
-            device_placement: As there.
+            data_loader: The data loader to prepare.
+            device_placement: True to move batches to the device. None takes the Accelerator's setting.
             *args: As there.
             **kwargs: As there.
         """
@@ -152,7 +152,7 @@ class Accelerator(ReadMembers):
         return self._mirrored(prepared, device_placement)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
-        """As `drivetrain.Accelerator.skip_first_batches`."""
+        """Run `drivetrain.Accelerator.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     def _prepare_deepspeed(self, *objects: Any) -> tuple[Any, ...]:
@@ -161,7 +161,7 @@ class Accelerator(ReadMembers):
     _prepare_fsdp2 = _prepare_megatron_lm = _prepare_deepspeed
 
     def _mirrored(self, prepared: Any, device_placement: bool | None = None) -> Any:
-        """Give an object that was just prepared the class that has Accelerate's members. Returns the same object."""
+        """Change a prepared object's class to the one with Accelerate's members. Returns the same object."""
         kind = _KINDS.get(type(prepared))
         if kind is not None:
             prepared.__class__ = kind
@@ -201,13 +201,13 @@ class Accelerator(ReadMembers):
             config.data_seed, config.seed_samples, config.dispatch_batches = given, samples, dispatch
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """As `drivetrain.Accelerator.register_save_state_pre_hook`; models are given as they were."""
+        """Register a hook that runs before `save_state`. It receives unwrapped models."""
         return super().register_save_state_pre_hook(
             lambda models, weights, folder: hook([self.strategy.unwrap(each) for each in models], weights, folder)
         )
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """As `drivetrain.Accelerator.register_load_state_pre_hook`; models are given as they were."""
+        """Register a hook that runs before `load_state`. It receives unwrapped models."""
 
         def given_bare(models: list[nn.Module], folder: str) -> None:
             left = [self.strategy.unwrap(each) for each in models]
@@ -218,7 +218,7 @@ class Accelerator(ReadMembers):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As `drivetrain.Accelerator.accumulate`."""
+        """Accumulate gradients like `drivetrain.Accelerator.accumulate`, and count the micro-batch in `step`."""
         with super().accumulate(*models):
             self._count_micro_batch()
             yield
@@ -233,7 +233,7 @@ class Accelerator(ReadMembers):
 
     @property
     def step(self) -> int:
-        """Micro-batches since the last loader ended; what is assigned decides where the next window ends."""
+        """Micro-batches since the last data loader ended. Assign it to move the end of the accumulation window."""
         return self._step
 
     @step.setter
@@ -243,7 +243,7 @@ class Accelerator(ReadMembers):
 
     @property
     def native_amp(self) -> bool:
-        """Whether torch's autocast computes models; False can be assigned before they are prepared."""
+        """True if models run under torch's autocast. Assign False before `prepare` to turn autocast off."""
         return self.mixed_precision in ("fp16", "bf16") if self._native_amp is None else self._native_amp
 
     @native_amp.setter
@@ -251,12 +251,12 @@ class Accelerator(ReadMembers):
         self._native_amp = value
 
     def autocast(self, autocast_handler: engine.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """As `drivetrain.Accelerator.autocast`."""
+        """Return the context manager of `drivetrain.Accelerator.autocast`, or an empty one if `native_amp` is False."""
         return nullcontext() if self._native_amp is False else super().autocast(autocast_handler)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler; under "fp16" another one can be assigned, and None to scale no more."""
+        """Gradient scaler for fp16. Assign another scaler to replace it, or None to turn loss scaling off."""
         return super().scaler if self._unscaled is None else self._unscaled[0]
 
     @scaler.setter
@@ -280,7 +280,7 @@ class Accelerator(ReadMembers):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The trackers of the run; others can be assigned."""
+        """Trackers of the run. Assign a list to replace them."""
         return super().trackers
 
     @trackers.setter
@@ -289,7 +289,7 @@ class Accelerator(ReadMembers):
 
     @property
     def log_with(self) -> list[Any]:
-        """What was given under this name, as a list."""
+        """Value of the argument `log_with`, as a list."""
         return list(self._log_with) if isinstance(self._log_with, list | tuple) else [self._log_with]
 
     _models, _optimizers = PreparedList("models"), PreparedList("optimizers")
@@ -299,7 +299,7 @@ class Accelerator(ReadMembers):
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """As `drivetrain.Accelerator.join_uneven_inputs`, with a warning where it has no effect."""
+        """Run `drivetrain.Accelerator.join_uneven_inputs`. Warns if the strategy makes it a no-op."""
         if self.use_distributed and not self.distributed_type.value.startswith("MULTI_"):
             warnings.warn(
                 "Joining uneven inputs is only supported for multi-GPU training (DDP, on any device): "
@@ -320,11 +320,11 @@ class Accelerator(ReadMembers):
             show_even_batches(self.prepared.loaders)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """As `drivetrain.Accelerator.save_state`; where processes name different directories, in the first one's."""
+        """Save like `drivetrain.Accelerator.save_state`. Rank 0 chooses the directory if ranks pass different ones."""
         return super().save_state(self._same_for_all(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As `drivetrain.Accelerator.load_state`; where processes name different directories, from the first one's."""
+        """Load like `drivetrain.Accelerator.load_state`. Rank 0 chooses the directory if ranks pass different ones."""
         super().load_state(self._same_for_all(input_dir), *args, **kwargs)
 
     def _same_for_all(self, directory: Any) -> Any:
@@ -334,15 +334,15 @@ class Accelerator(ReadMembers):
 
 
 def _is_marked(given: Any) -> bool:
-    """Whether a script has marked a loader of its own as prepared, so that Accelerate leaves it alone."""
+    """Return True if the script marked its own data loader with `_is_accelerate_prepared`."""
     own = isinstance(given, DataLoader) and not isinstance(given, PreparedLoader | SkippingLoader)
     return own and getattr(given, "_is_accelerate_prepared", False)
 
 
 def give_generator(loader: Any) -> None:
-    """Give the random sampler of a loader a generator of its own, as Accelerate does on several processes.
+    """Give a loader's random sampler its own generator, as Accelerate does with several processes.
 
-    Its seed is the next number of this process's own random state, which the first process's decides for all.
+    The seed is drawn from rank 0's random state, so that all ranks shuffle alike.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
@@ -352,7 +352,7 @@ def give_generator(loader: Any) -> None:
 
 
 def show_even_batches(loaders: Sequence[PreparedLoader]) -> None:
-    """Let `loader.batch_sampler.even_batches` be read, which belongs to Accelerate's own kind of batch sampler."""
+    """Set `even_batches` on the loaders' batch samplers, where Accelerate's scripts read it."""
     for loader in loaders:
         sampler = getattr(loader.loader, "batch_sampler", None)
         if isinstance(sampler, BatchSampler):
@@ -360,7 +360,7 @@ def show_even_batches(loaders: Sequence[PreparedLoader]) -> None:
 
 
 def _refuse_without_directory(log_with: Sequence[Any], directory: str | None) -> None:
-    """Refuse trackers by name that write files, as Accelerate does, where no directory was given for them."""
+    """Raise if a tracker that writes files is requested by name without a logging directory."""
     names = [str(getattr(each, "value", each)) for each in log_with if not isinstance(each, Tracker)]
     for name in names if directory is None and "all" not in names else []:
         if getattr(find_tracker(name), "requires_logging_directory", name in ("aim", "tensorboard")):
@@ -372,7 +372,7 @@ def _refuse_without_directory(log_with: Sequence[Any], directory: str | None) ->
 
 
 def _count_as_deepspeed(given: dict[str, Any]) -> None:
-    """Let a DeepSpeed configuration decide how many micro-batches a step holds, where the script does not."""
+    """Take the number of accumulation steps from DeepSpeed's configuration if the script gives none."""
     plugin = given.get("deepspeed_plugin")
     ask = getattr(plugin, "get_value", None)
     in_plugin = None if ask is None else ask("gradient_accumulation_steps")
@@ -382,7 +382,7 @@ def _count_as_deepspeed(given: dict[str, Any]) -> None:
 
 
 def _places_otherwise(given: Mapping[str, Any]) -> bool:
-    """Whether the arguments or the launcher ask for a strategy other than DDP."""
+    """Return True if the arguments or the launcher select a strategy other than DDP."""
     arguments = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
     variables = [f"{owner}_USE_{name}" for owner in ("DRIVETRAIN", "ACCELERATE") for name in _STRATEGIES]
     asked = any(os.environ.get(name, "").lower() in ("1", "true") for name in variables)

@@ -55,12 +55,12 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
-    """A prepared loader with the members that only Accelerate's scripts read and assign.
+    """Prepared data loader with the attributes that only Accelerate's scripts use.
 
     Attributes:
-        accelerator: The Accelerator that prepared it, if one did.
-        rng_types: Accepted; every loader's order is the same on all processes anyway.
-        synchronized_generator: Accepted, as `rng_types`.
+        accelerator: The Accelerator that prepared the loader, or None.
+        rng_types: Accepted without effect: the order is always the same on all processes.
+        synchronized_generator: Accepted without effect, like `rng_types`.
     """
 
     _is_accelerate_prepared = True
@@ -90,12 +90,12 @@ class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def device(self) -> torch.device | None:
-        """The device that batches are moved to; None if they are left where they are."""
+        """Device that batches are moved to, or None if batches stay where the dataset puts them."""
         return self._device
 
     @property
     def iteration(self) -> int:
-        """The epoch of the next iteration or of the one under way; may be assigned between iterations."""
+        """Epoch of the current or next iteration. It can be assigned between iterations."""
         return self.epoch + (self.current is None and self.reached_end)
 
     @iteration.setter
@@ -107,17 +107,17 @@ class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Return the state of the accumulation window of its Accelerator, or else of the latest one."""
+        """State of the accumulation window of this loader's Accelerator, or of the latest Accelerator."""
         return self.accelerator.gradient_state if self.accelerator is not None else GradientState()
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether it continues by itself after `load_state`."""
+        """True if the loader resumes mid-epoch after `load_state`."""
         return self.stateful
 
     @property
     def skip_batches(self) -> int:
-        """0: `skip_first_batches` gives a view of the loader that leaves out batches."""
+        """Always 0: `skip_first_batches` returns a separate loader that skips batches."""
         return 0
 
     @property
@@ -126,7 +126,7 @@ class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
-    """What `skip_first_batches` returns: its epoch can be assigned, as that of the loader that it skips in."""
+    """Return type of `skip_first_batches`. Assigning its epoch sets the epoch of the wrapped loader."""
 
     _is_accelerate_prepared = True
 
@@ -137,7 +137,7 @@ class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
 
     @property
     def iteration(self) -> int:
-        """The epoch of the next iteration or of the one under way."""
+        """Epoch of the current or next iteration."""
         return self.whole.epoch
 
     @iteration.setter
@@ -149,12 +149,12 @@ class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
 
     @property
     def skip_batches(self) -> int:
-        """How many batches are left out."""
+        """Number of batches that are skipped."""
         return self.count
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
-    """As `drivetrain.data.skip_first_batches`."""
+    """Skip the first batches of a loader with `drivetrain.data.skip_first_batches`."""
     view = skip_in(dataloader, num_batches)
     view.__class__ = SkipDataLoader
     return view  # type: ignore[return-value]
@@ -163,18 +163,18 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
 def _made_by_hand(
     dataset: Any, device: torch.device | None, non_blocking: bool, stateful: bool, options: Mapping[str, Any]
 ) -> PreparedLoader:
-    """A loader whose batches are all this process's, as those of a class that a script calls itself."""
+    """Create a loader that yields all its batches on this process, for scripts that construct the class."""
     place = None if device is None else lambda batch: send_to_device(batch, device, non_blocking)
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
     return _prepared(DataLoader(dataset, **options), DataShard(0, 1), config, place)
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """A prepared loader of which one process reads the data and gives the others theirs."""
+    """Prepared data loader of which rank 0 reads the data and sends every rank its part."""
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that the seed and the epoch decide alone."""
+    """Sampler whose random order depends only on the seed and the epoch."""
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -195,17 +195,17 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler.
+    """Batch sampler that yields one process's share of another batch sampler's batches.
 
     Args:
-        batch_sampler: What gives the batches of all processes. Without a `batch_size`, their sizes may differ.
+        batch_sampler: Sampler of the batches of all processes. If it has no `batch_size`, batch sizes may differ.
         num_processes: Number of processes.
-        process_index: The process whose batches are given.
-        split_batches: True to give each process a part of every batch. False gives the processes batches in turn.
-        even_batches: True to complete the last step with samples of the first one.
+        process_index: Rank whose batches are yielded.
+        split_batches: If True, each process gets a part of every batch. Otherwise processes get whole batches in turn.
+        even_batches: If True, the last step is filled up with samples of the first one.
 
     Raises:
-        ConfigurationError: Batches are to be split, and have no size or one that the processes do not divide.
+        ConfigurationError: `split_batches` is set, and the batch size is unknown or not a multiple of `num_processes`.
     """
 
     batch_size: Any
@@ -263,7 +263,7 @@ class BatchSamplerShard(BatchSampler):
             yield step[self.process_index]
 
     def _complete(self, step: list[list[int]], first: Sequence[list[int]]) -> None:
-        """Complete the batches of the last step: with whole batches where sizes differ, else with samples."""
+        """Fill the last step: repeat whole batches if their sizes vary, else repeat samples."""
         if self.batch_size is None:
             step += islice(cycle(first), self.num_processes - len(step))
             return
@@ -280,12 +280,12 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all processes."""
+        """Number of batches of all processes together."""
         return len(self.batch_sampler)
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's share of a stream of samples."""
+    """One process's share of an iterable dataset."""
 
     def __init__(
         self,
@@ -326,13 +326,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         return (total // whole if self.drop_last else -(-total // whole)) * own
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the stream, if it has one."""
+        """Call the dataset's `set_epoch`, if it has one."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches."""
+    """Batch sampler that skips the first batches of another one."""
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
@@ -344,7 +344,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches with those that are skipped."""
+        """Number of batches including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -352,7 +352,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """What decides the order of a loader's samples."""
+    """Return the sampler of a data loader or of its batch sampler, or None."""
     return getattr(getattr(dataloader, "batch_sampler", None), "sampler", None) or getattr(dataloader, "sampler", None)
 
 
@@ -373,7 +373,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoaderShard:
-    """Prepare a loader without an Accelerator."""
+    """Prepare a data loader without an Accelerator."""
     state = PartialState()
     shard = DataShard(
         state.process_index if process_index is None else process_index,
@@ -393,7 +393,7 @@ def prepare_data_loader(
 
 
 def shown_as_prepared(loader: PreparedLoader, dispatch: bool | None) -> DataLoaderShard:
-    """Give a loader the class that tells whether one process reads the data. Returns the same object."""
+    """Change a loader's class to `DataLoaderDispatcher` or `DataLoaderShard`. Returns the same object."""
     streams = isinstance(getattr(loader.loader, "dataset", None), IterableDataset)
     loader.__class__ = DataLoaderDispatcher if (streams if dispatch is None else dispatch) else DataLoaderShard
     return loader  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Starting processes from Python."""
+"""Start processes from Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def notebook_launcher(
     num_nodes: int = 1,
     **options: Any,
 ) -> Any:
-    """`drivetrain.notebook_launcher` with the arguments of Accelerate's."""
+    """Run `drivetrain.notebook_launcher` with Accelerate's arguments."""
     known = {
         "rdzv_backend",
         "rdzv_endpoint",
@@ -56,5 +56,5 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function in several processes on the CPU."""
+    """Run a function in several CPU processes."""
     start_notebook(function, args, num_processes, cpu=True)

@@ -1,4 +1,4 @@
-"""Members of Accelerate's `Accelerator` that scripts only read."""
+"""Read-only members of Accelerate's `Accelerator`."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ from drivetrain.accelerator.run_state import LoadHook, SaveHook
 
 
 class ReadMembers(engine.Accelerator):
-    """What was given to an Accelerator and what it has prepared, under Accelerate's names.
+    """Arguments and prepared objects of an Accelerator, under Accelerate's attribute names.
 
     Attributes:
-        kwargs_handlers: What was given under this name.
+        kwargs_handlers: The argument of the constructor.
     """
 
     kwargs_handlers: Sequence[Any]
 
     @property
     def autocast_handler(self) -> Any:
-        """The options of autocast that were given."""
+        """The `AutocastKwargs` passed in `kwargs_handlers`, or None."""
         return self._handler(engine.AutocastKwargs)
 
     @property
     def ddp_handler(self) -> Any:
-        """The options of DDP that were given."""
+        """The `DistributedDataParallelKwargs` passed in `kwargs_handlers`, or None."""
         return self._handler(engine.DistributedDataParallelKwargs)
 
     @property
     def scaler_handler(self) -> Any:
-        """The options of the loss scale that were given."""
+        """The `GradScalerKwargs` passed in `kwargs_handlers`, or None."""
         return self._handler(engine.GradScalerKwargs)
 
     @property
     def init_handler(self) -> Any:
-        """The options of the process group that were given."""
+        """The `InitProcessGroupKwargs` passed in `kwargs_handlers`, or None."""
         return self._handler(engine.InitProcessGroupKwargs)
 
     @property
     def fp8_recipe_handler(self) -> Any:
-        """The options of fp8 that were given under Accelerate's older name."""
+        """The `FP8RecipeKwargs` passed in `kwargs_handlers`, or None."""
         return self._handler(engine.FP8RecipeKwargs)
 
     @property
     def ao_recipe_handler(self) -> Any:
-        """The options of torchao's fp8 that were given."""
+        """The `AORecipeKwargs` (torchao fp8) passed in `kwargs_handlers`, or None."""
         return self._handler(engine.AORecipeKwargs)
 
     @property
     def te_recipe_handler(self) -> Any:
-        """The options of Transformer Engine's fp8 that were given."""
+        """The `TERecipeKwargs` (Transformer Engine fp8) passed in `kwargs_handlers`, or None."""
         return self._handler(engine.TERecipeKwargs)
 
     @property
     def msamp_recipe_handler(self) -> Any:
-        """The options of MS-AMP's fp8 that were given."""
+        """The `MSAMPRecipeKwargs` (MS-AMP fp8) passed in `kwargs_handlers`, or None."""
         return self._handler(engine.MSAMPRecipeKwargs)
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether the precision is fp8."""
+        """True if `mixed_precision` is `"fp8"`."""
         return self.mixed_precision == "fp8"
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether options of fp8 were given."""
+        """True if `kwargs_handlers` contains fp8 options."""
         return any(isinstance(each, FP8Handler) for each in self.kwargs_handlers)
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether an optimizer that steps within its backward was prepared."""
+        """True if a LOMO optimizer, which steps during the backward pass, was prepared."""
         return any(type(each.optimizer).__name__ in ("Lomo", "AdaLomo") for each in self.prepared.optimizers)
 
     @property
@@ -90,7 +90,7 @@ class ReadMembers(engine.Accelerator):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of a grid of processes, if there is one."""
+        """The device mesh of the run, or None."""
         return self.state.device_mesh
 
     def _get_named_parameters(self, *objects: Any, drop_refs: bool = False) -> dict[str, nn.Parameter]:

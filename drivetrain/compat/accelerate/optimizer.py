@@ -19,11 +19,11 @@ __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
 
 class AcceleratedOptimizer(PreparedOptimizer):
-    """A prepared optimizer with the members that only Accelerate's scripts read and assign.
+    """Prepared optimizer with the attributes that only Accelerate's scripts use.
 
     Attributes:
         accelerator: The Accelerator that prepared it.
-        device_placement: As given.
+        device_placement: The argument of the constructor.
     """
 
     _is_accelerate_prepared = True
@@ -41,7 +41,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler, which all optimizers of an Accelerator share; None if the loss is not scaled."""
+        """Gradient scaler that all optimizers of an Accelerator share, or None if the loss is not scaled."""
         return self.accelerator.scaler
 
     @scaler.setter
@@ -54,12 +54,12 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
     @property
     def accelerator_state(self) -> AcceleratorState:
-        """The state of the Accelerator."""
+        """State of the Accelerator."""
         return self.accelerator.state
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the accumulation window is."""
+        """State of the gradient accumulation window."""
         return self.accelerator.gradient_state
 
     @property
@@ -76,5 +76,5 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
-    """A nested state with its tensors on a device."""
+    """Return a nested structure with its tensors moved to a device."""
     return send_to_device(state, device)

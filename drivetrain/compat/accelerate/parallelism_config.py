@@ -1,4 +1,4 @@
-"""Sizes of the device mesh, with the environment and the mesh that Accelerate's `ParallelismConfig` has."""
+"""`ParallelismConfig` with Accelerate's environment variables and device mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig(EngineContextParallelConfig):
-    """Options of `ParallelismConfig(cp_handler=...)`, from the environment where they are not given."""
+    """Options of `ParallelismConfig(cp_handler=...)`. Environment variables give the defaults."""
 
     def __post_init__(self) -> None:
         self.cp_comm_strategy = self.cp_comm_strategy or os.environ.get(f"{_VARIABLE}CP_COMM_STRATEGY", "allgather")
@@ -38,10 +38,10 @@ class TorchContextParallelConfig(EngineContextParallelConfig):
 
 @dataclass
 class ParallelismConfig(engine.ParallelismConfig):
-    """`drivetrain.ParallelismConfig`, whose sizes come from the environment where they are not given.
+    """`drivetrain.ParallelismConfig` whose default sizes come from environment variables.
 
     Attributes:
-        device_mesh: The mesh that `get_device_mesh` made; None before.
+        device_mesh: The mesh that `get_device_mesh` created, or None before.
     """
 
     device_mesh = None
@@ -63,32 +63,32 @@ class ParallelismConfig(engine.ParallelismConfig):
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The dimensions whose processes get different data."""
+        """Mesh dimensions whose ranks get different data."""
         return self._enabled("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The dimensions whose processes work on the same batch."""
+        """Mesh dimensions whose ranks process the same batch."""
         return self._enabled("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The dimensions over which the parameters are sharded."""
+        """Mesh dimensions over which parameters are sharded."""
         return self._enabled("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The dimensions over which a loss is averaged."""
+        """Mesh dimensions over which the loss is averaged."""
         return self._enabled("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The dimensions of FSDP, with those of its replicas."""
+        """Mesh dimensions of FSDP: replicas and shards."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """All dimensions of more than one process."""
+        """Mesh dimensions with more than one process."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
@@ -96,13 +96,13 @@ class ParallelismConfig(engine.ParallelismConfig):
         return (tuple(names), tuple(getattr(self, f"{name}_size") for name in names)) if names else ()
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """Make a mesh with these sizes, and its joint dimensions `dp`, `dp_shard_cp` and `dp_cp`.
+        """Create a device mesh with these sizes and the flattened dimensions `dp`, `dp_shard_cp` and `dp_cp`.
 
         Args:
-            device_type: The kind of device, such as `"cuda"`.
+            device_type: Device type, such as `"cuda"`.
 
         Returns:
-            The mesh; None if every size is 1.
+            The mesh, or None if all sizes are 1.
         """
         sizes = {name: getattr(self, f"{name}_size") or 1 for name in ("dp_replicate", "dp_shard", "cp", "tp")}
         mesh = make_mesh(MeshSizes(**sizes), device_type)
@@ -115,10 +115,10 @@ class ParallelismConfig(engine.ParallelismConfig):
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh, made on the first call.
+        """Return the device mesh, which the first call creates.
 
         Args:
-            device_type: The kind of device, which the first call must give.
+            device_type: Device type, required on the first call.
         """
         if self.device_mesh is None:
             if device_type is None:

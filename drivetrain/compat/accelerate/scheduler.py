@@ -16,7 +16,7 @@ __all__ = ["AcceleratedScheduler"]
 
 
 class AcceleratedScheduler(PreparedScheduler):
-    """A prepared scheduler with the members that only Accelerate's scripts read and assign.
+    """Prepared scheduler with the attributes that only Accelerate's scripts use.
 
     Attributes:
         accelerator: The Accelerator that prepared it.
@@ -36,7 +36,7 @@ class AcceleratedScheduler(PreparedScheduler):
 
     @property
     def split_batches(self) -> bool:
-        """Whether it steps once for each optimizer step, rather than once per process; may be assigned."""
+        """True if the scheduler steps once per optimizer step, False if once per process. Assignable."""
         return self._split_batches
 
     @split_batches.setter
@@ -47,7 +47,7 @@ class AcceleratedScheduler(PreparedScheduler):
 
     @property
     def step_with_optimizer(self) -> bool:
-        """Whether it follows the optimizers; may be assigned."""
+        """True if the scheduler steps only when the optimizer does. Assignable."""
         return self._with_optimizer
 
     @step_with_optimizer.setter
@@ -56,13 +56,13 @@ class AcceleratedScheduler(PreparedScheduler):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the accumulation window is."""
+        """State of the gradient accumulation window."""
         return self.accelerator.gradient_state
 
     def get_lr(self) -> Any:
-        """The rates of the scheduler's own `get_lr`."""
+        """Return the learning rates from the scheduler's own `get_lr`."""
         return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the scheduler's own `print_lr`, which torch no longer has."""
+        """Call the scheduler's own `print_lr`, which current torch schedulers no longer have."""
         return self.scheduler.print_lr(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Accelerate's three shared states: drivetrain's, with what only Accelerate's scripts do to them."""
+"""Accelerate's three state classes, which extend drivetrain's by what Accelerate's scripts change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"
 
 
 def latest_accelerator() -> Accelerator | None:
-    """The Accelerator that was made last in this process."""
+    """Return the Accelerator that was created last in this process, or None."""
     return runtime.PartialState.registry().get(_LATEST)
 
 
 def latest_or_refused(name: str) -> Accelerator:
-    """Return the Accelerator that was made last in this process."""
+    """Return the Accelerator that was created last. Raises `ConfigurationError` if there is none."""
     found = latest_accelerator()
     if found is None:
         raise ConfigurationError(f"{name} is part of an Accelerator's loop: make an Accelerator first.")
@@ -34,25 +34,25 @@ def latest_or_refused(name: str) -> Accelerator:
 
 
 def record_accelerator(accelerator: Accelerator) -> None:
-    """Let the functions that work without an Accelerator use this one."""
+    """Make an Accelerator the one that functions without an Accelerator argument use."""
     registry = runtime.PartialState.registry()
     registry[_LATEST] = accelerator
     registry.pop(_CHOSEN, None)
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator was made in this process."""
+    """Return True if an Accelerator was created in this process."""
     return latest_accelerator() is not None
 
 
 class _Changeable(runtime.PartialState):
-    """The state of this process, in which scripts change what is fixed otherwise."""
+    """Process state whose distributed type and debug flag scripts can assign."""
 
     _shared_state: ClassVar[dict[str, Any]] = runtime.PartialState.registry()
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is spread, or what a script has put in its place."""
+        """Distributed type of the run, or the value that the script assigned."""
         return self.registry().get(_CHOSEN) or super().distributed_type
 
     @distributed_type.setter
@@ -61,7 +61,7 @@ class _Changeable(runtime.PartialState):
 
     @property
     def debug(self) -> bool:
-        """Whether the processes compare their calls before each collective; may be switched on at any time."""
+        """True if ranks compare their arguments before each collective. Assignable at any time."""
         return bool(self.__dict__.get("debug", False))
 
     @debug.setter
@@ -74,7 +74,7 @@ class _Changeable(runtime.PartialState):
 
 
 class PartialState(_Changeable):
-    """`drivetrain.PartialState` with the arguments that only Accelerate's takes."""
+    """`drivetrain.PartialState` with the arguments of Accelerate's `PartialState`."""
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         known = {name: kwargs[name] for name in ("device", "backend", "timeout") if kwargs.get(name) is not None}
@@ -82,13 +82,13 @@ class PartialState(_Changeable):
 
 
 class AcceleratorState(engine.AcceleratorState, _Changeable):
-    """`drivetrain.AcceleratorState`, in which scripts change what is fixed otherwise."""
+    """`drivetrain.AcceleratorState` whose attributes scripts can assign."""
 
     __slots__ = ()
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is spread, or what a script has put in its place."""
+        """Distributed type of the run, or the value that the script assigned."""
         chosen: DistributedType | None = self.registry().get(_CHOSEN)
         return chosen or self.record.distributed_type or super().distributed_type
 
@@ -106,21 +106,21 @@ class AcceleratorState(engine.AcceleratorState, _Changeable):
 
     @property
     def use_ipex(self) -> bool:
-        """False: Accelerate has dropped it too."""
+        """Always False: Accelerate removed IPEX support too."""
         return False
 
 
 class GradientState(engine.GradientState):
-    """`drivetrain.accelerator.GradientState` with what only Accelerate's scripts do to it."""
+    """`drivetrain.accelerator.GradientState` with the attributes that only Accelerate's scripts use."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     """Empty: each Accelerator has a state of its own, so there is nothing to clear."""
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether an XLA optimizer's step need not reduce gradients: they are when it is called."""
+        """Always True: gradients on XLA are reduced before the optimizer steps."""
         return True
 
     @is_xla_gradients_synced.setter
     def is_xla_gradients_synced(self, value: bool) -> None:
-        """Accepted: gradients are reduced when the optimizer steps."""
+        """Ignore the value: gradients on XLA are always reduced before the optimizer steps."""

@@ -29,13 +29,13 @@ filter_trackers = resolve_trackers
 
 
 class GeneralTracker(trackers.GeneralTracker):
-    """`drivetrain.GeneralTracker`, called where the loop logs, so that a script can read at once what was logged."""
+    """`drivetrain.GeneralTracker` that logs synchronously, so that a script can read values at once."""
 
     in_background = False
 
 
 class TrackerClasses(MutableMapping[str, type[trackers.Tracker]]):
-    """The classes that `log_with` finds by name, those of drivetrain too."""
+    """Mapping from tracker names to classes for `log_with`, drivetrain's own trackers included."""
 
     def __getitem__(self, name: str) -> type[trackers.Tracker]:
         if name not in TRACKERS and name not in ALIASES:
@@ -59,11 +59,11 @@ LOGGER_TYPE_TO_CLASS = TrackerClasses()
 
 
 def register_tracker_class(tracker_class: type[Any]) -> type[Any]:
-    """Let `log_with` find a class by its name, in the place of another class with that name.
+    """Register a tracker class under its `name` for `log_with`. Replaces a class of the same name.
 
     Args:
-        tracker_class: A subclass of `GeneralTracker` with `name` and `requires_logging_directory`. It is called with
-            the name of the project, with the directory if it requires one, and with its part of `init_kwargs`.
+        tracker_class: Subclass of `GeneralTracker` with `name` and `requires_logging_directory`. Its arguments are the
+            project name, the logging directory if required, and the tracker's entry in `init_kwargs`.
 
     Returns:
         The class.
@@ -89,7 +89,7 @@ def register_tracker_class(tracker_class: type[Any]) -> type[Any]:
 
 
 class TensorBoardTracker(TensorBoardLogger, metaclass=StandsFor, original=TensorBoardLogger):
-    """TensorBoard's event files in `<logging_dir>/<run_name>`."""
+    """Tracker that writes TensorBoard event files to `<logging_dir>/<run_name>`."""
 
     requires_logging_directory = True
 
@@ -130,7 +130,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _with_arguments(name: str, original: Any, arguments: Mapping[str, str]) -> type:
-    """Return a class that makes a tracker of ours from the arguments of Accelerate's constructor."""
+    """Return a class that creates a drivetrain tracker from the arguments of Accelerate's constructor."""
 
     class Made(original, metaclass=StandsFor, original=original):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -146,5 +146,5 @@ def _with_arguments(name: str, original: Any, arguments: Mapping[str, str]) -> t
 
 
 def get_available_trackers() -> list[str]:
-    """Names of the trackers whose packages are installed."""
+    """Return the names of the trackers whose packages are installed."""
     return trackers.available_trackers()

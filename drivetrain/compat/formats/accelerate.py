@@ -1,8 +1,7 @@
-"""The state of a run as Hugging Face Accelerate's `save_state` writes it, in this package's schema.
+"""Read checkpoints of Hugging Face Accelerate's `save_state`, and convert them to this package's schema.
 
-Its files are pickles but for safetensors. They are read without executing anything in them: with torch's
-`weights_only`, and a sampler, which is pickled as an object, through an unpickler that makes plain values and empty
-stand-ins only.
+Files other than safetensors are pickles. They are read with `weights_only=True`, so they execute no code. A sampler is
+pickled as an object, so an unpickler that creates only plain values and placeholders reads it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _AROUND = ("module.", "_orig_mod.")
 
 
 class AccelerateFormat(CheckpointFormat):
-    """The folder that Accelerate's `save_state` wrote, or the shards of a model that its FSDP wrote."""
+    """Checkpoint format of Accelerate's `save_state`, and of the model shards that its FSDP writes."""
 
     name = "accelerate"
 
@@ -53,14 +52,14 @@ class AccelerateFormat(CheckpointFormat):
 
 
 def is_accelerate_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether a local directory holds what Accelerate's `save_state` wrote."""
+    """Return True if a local directory is a checkpoint of Accelerate's `save_state`."""
     return (Path(directory) / "random_states_0.pkl").is_file()
 
 
 def read_accelerate_state(
     directory: str | os.PathLike[str], rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read what Accelerate's `save_state` wrote."""
+    """Read a checkpoint of Accelerate's `save_state`. Returns the shared and this rank's state."""
     root = Path(directory)
     _refuse_sharded(root)
     files = {kind: _numbered(root, kind) for kind in ("optimizer", "scheduler", "sampler", "custom_checkpoint")}
@@ -82,7 +81,7 @@ def read_accelerate_state(
 
 
 def sharded_model(directory: str | os.PathLike[str], number: int | None = None) -> Path | None:
-    """The folder with the shards of a model that Accelerate's FSDP wrote; None where there is none."""
+    """Return the folder of model shards that Accelerate's FSDP wrote, or None."""
     root = Path(directory)
     if TorchShards.is_here(root):
         return root
@@ -107,13 +106,13 @@ def _refuse_sharded(root: Path) -> None:
 
 
 def _engine_at(folder: Path) -> Any:
-    """Return the format that reads the folder of a DeepSpeed engine, or None if it is no such folder."""
+    """Return the format that reads a DeepSpeed engine's folder, or None if it is no such folder."""
     found: Any = find_format("deepspeed") if has_format("deepspeed") else None
     return found if found is not None and found.holds_engine(folder) else None
 
 
 def _engines(root: Path) -> list[Path]:
-    """The folders of DeepSpeed's engines, each a model and its optimizer."""
+    """Return the folders of DeepSpeed engines, each with a model and its optimizer."""
     return [path for path in _numbered(root, "pytorch_model", "") if _engine_at(path) is not None]
 
 
@@ -127,7 +126,7 @@ def _models(root: Path) -> list[Path]:
 
 
 def _numbered(root: Path, kind: str, suffix: str | None = None) -> list[Path]:
-    """The files of one kind in the order of their numbers: `kind.bin`, `kind_1.bin`, or `kind_0.pkl` and on.
+    """Return the files of one type ordered by number: `kind.bin`, `kind_1.bin`, or `kind_0.pkl` and so on.
 
     Folders count as files without a suffix.
     """
@@ -142,7 +141,7 @@ def _numbered(root: Path, kind: str, suffix: str | None = None) -> list[Path]:
 
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:
-    """A model's weights, in one file or in shards."""
+    """Read a model's weights from one file or from shards."""
     if not path.is_dir():
         return read_weights(path)
     engine = _engine_at(path)
@@ -154,7 +153,7 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _optimizer(path: Path) -> Any:
-    """An optimizer's state, in one file or in shards."""
+    """Read an optimizer's state from one file or from shards."""
     engine = _engine_at(path)
     if engine is not None:
         return engine.optimizer(path)
@@ -166,7 +165,7 @@ def _read(path: Path) -> Any:
 
 
 def _bare_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names without those of the wrappers that models were saved in."""
+    """Remove the prefixes of wrappers, such as `module.`, from weight names."""
     for wrapper in _AROUND:
         if weights and all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
@@ -186,7 +185,7 @@ def _random_state(state: Any, rank: int) -> dict[str, Any]:
 
 
 def _position(path: Path) -> dict[str, Any]:
-    """A loader's position: the epoch of its sampler, from which its order derives."""
+    """Return a loader's position: the epoch of its sampler, which determines its order."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         sampler = _Inert(io.BytesIO(archive.read(name))).load()
@@ -197,7 +196,7 @@ def _position(path: Path) -> dict[str, Any]:
 
 
 class _StandIn:
-    """Takes the place of every object in a pickle: it keeps attributes, and does nothing."""
+    """Placeholder for every object in a pickle. It stores attributes and does nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
         return super().__new__(cls)
@@ -210,22 +209,22 @@ class _StandIn:
             self.__dict__.update(state)
 
     def append(self, item: Any) -> None:
-        """Ignore an item."""
+        """Ignore the item."""
 
     def extend(self, items: Any) -> None:
-        """Ignore items."""
+        """Ignore the items."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
 
 class _Inert(pickle.Unpickler):
-    """An unpickler that imports nothing: every class and function in the file is a stand-in."""
+    """Unpickler that imports nothing: every class and function in the file becomes a placeholder."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in, whatever is asked for."""
+        """Return the placeholder class for every name."""
         return _StandIn
 
     def persistent_load(self, pid: Any) -> Any:
-        """Nothing: tensors are not read."""
+        """Return a placeholder instead of a tensor."""
         return _StandIn()

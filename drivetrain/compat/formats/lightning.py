@@ -1,8 +1,8 @@
-"""The checkpoints of Lightning in this package's schema, and back: one `.ckpt` file, or a folder of shards.
+"""Convert Lightning checkpoints (a `.ckpt` file, or a folder of shards) to this package's schema and back.
 
-They are read with torch's `weights_only`, so nothing in them is executed. A file that this package wrote has one entry
-more, under the key `drivetrain`, with everything that Lightning has no place for. With it a run resumes from the file
-as exactly as from a directory: the order of the epoch, and the random states, open means and counters of every process.
+Files are read with `weights_only=True`, so they execute no code. Files of this package have an additional entry
+`drivetrain` with all state that Lightning's format lacks: data order, random states, running means and counters of
+every rank. A run therefore resumes as exactly as from a checkpoint directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TIMES = ("train_time_interval",)
 
 
 def key_there(key: str) -> str:
-    """A key of this package as Lightning spells it; any other as it is."""
+    """Convert a callback's state key to Lightning's spelling. Other keys are returned unchanged."""
     try:
         call = ast.parse(key, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -59,9 +59,9 @@ def _written(argument: str, value: Any) -> str:
 
 
 def completed(state: Any) -> Any:
-    """Complete the state of Lightning's `ModelCheckpoint` with what that of this package has. Others stay as they are.
+    """Add the entries that this package needs to the state of Lightning's `ModelCheckpoint`.
 
-    Nothing in it is trusted yet: it is checked when it is loaded.
+    The values are not validated here but when the callback loads them.
     """
     best = state.get("best_k_models") if isinstance(state, Mapping) else None
     if not isinstance(best, Mapping):
@@ -86,7 +86,7 @@ def completed(state: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that was saved as a tensor, and anything else as it is."""
+    """Convert a one-element tensor to a float. Other values are returned unchanged."""
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
@@ -101,7 +101,7 @@ _STEPS_BY_HAND = "epoch_loop.manual_optimization.optim_step_progress"
 
 
 def progress_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The counters of a run from a file of Lightning's."""
+    """Return a run's counters from a Lightning checkpoint."""
     loops = found.get("loops")
     fit = loops.get("fit_loop") if isinstance(loops, Mapping) else None
     epoch, done, total, phase, is_validated = int(found.get("epoch", 0)), 0, 0, "BATCHES", True
@@ -136,7 +136,7 @@ def _is_within_validation(fit: Mapping[str, Any]) -> bool:
 
 
 def loops_of(progress: Mapping[str, Any], epoch_length: float = float("inf")) -> dict[str, Any]:
-    """The `loops` of a file of Lightning's, from the counters of a Trainer's checkpoint."""
+    """Convert a Trainer's counters to the entry `loops` of a Lightning checkpoint."""
     epoch, steps, total = progress["epoch"], progress["global_step"], progress["total_batches"]
     done, phase = progress["batches_in_epoch"], progress["phase"]
     is_between = phase == "BATCHES" and done == 0
@@ -218,7 +218,7 @@ def extras_of(
     processes: Sequence[Mapping[str, Any]],
     datamodule: str | None,
 ) -> dict[str, Any]:
-    """The entry under `KEY`."""
+    """Return the entry under `KEY`: the state that Lightning's own entries cannot hold."""
     engine, driver = shared["engine"], shared["driver"]
     there = content.get("callbacks", {})
     rest = {
@@ -246,7 +246,7 @@ def extras_of(
 
 @dataclass(frozen=True)
 class Extras(WrittenFile):
-    """The entry under `KEY`, read.
+    """Parsed entry under `KEY` of a Lightning checkpoint.
 
     Attributes:
         name: The file, for messages.
@@ -258,7 +258,7 @@ class Extras(WrittenFile):
 
     @classmethod
     def of(cls, content: Any, name: str) -> Extras | None:
-        """Read the entry of a file, or None where it has none of this package."""
+        """Parse the entry of a checkpoint. Returns None if this package did not write one."""
         entry = content.get(KEY) if isinstance(content, Mapping) else None
         if not isinstance(entry, Mapping) or entry.get("format") != FORMAT:
             return None
@@ -274,13 +274,13 @@ class Extras(WrittenFile):
         return cls(len(processes), step, float(saved_at or 0), entry.get("finite_loss") is True, name, entry)
 
     def own(self, rank: int) -> dict[str, Any]:
-        """What a process kept of its own."""
+        """Return the state that belongs to one rank."""
         return self._unpacked(self.entry["processes"][rank])
 
     def added_to(self, shared: dict[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-        """The shared state of the run: what Lightning's entries give, and what only this one has.
+        """Combine the state from Lightning's entries with the state that only this entry holds.
 
-        Lightning's entries win where a file was changed since: weights, optimizers and the step that it counts.
+        Lightning's entries take precedence, in case a script has changed the file: weights, optimizers and step count.
         """
         rest = self._unpacked(self.entry.get("shared"))
         engine, driver, callbacks = (self._part(rest, name) for name in ("engine", "driver", "callbacks"))
@@ -332,7 +332,7 @@ _NAME_OF_DATA = "datamodule_hparams_name"
 
 
 def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a local path may be a checkpoint of Lightning's: a file, or a folder of shards with its `meta.pt`.
+    """Return True if a local path may be a Lightning checkpoint: a file, or a folder of shards.
 
     A checkpoint of this package is a directory with a `MANIFEST.json`.
     """
@@ -341,7 +341,7 @@ def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 class Opened(dict[str, Any]):
-    """The content of a checkpoint of Lightning's, which messages name by its path."""
+    """Content of a Lightning checkpoint. Its string form is the path, for messages."""
 
     def __init__(self, content: Mapping[str, Any], name: str) -> None:
         super().__init__(content)
@@ -354,7 +354,7 @@ class Opened(dict[str, Any]):
 def opened(
     source: str | os.PathLike[str] | BinaryIO, given: Collection[str] | None = (), objects: bool = False
 ) -> Opened:
-    """Read what a checkpoint of Lightning's holds."""
+    """Read the content of a Lightning checkpoint."""
     path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     name = path or "The checkpoint"
     found: Any
@@ -384,7 +384,7 @@ def read_lightning_state(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`."""
+    """Read a checkpoint of Lightning's `Trainer.save_checkpoint` or `ModelCheckpoint`."""
     found = source if isinstance(source, Mapping) else opened(source, given)
     name = str(found) if isinstance(found, Opened) else "The checkpoint"
     _check(found, name)
@@ -396,7 +396,7 @@ def read_lightning_state(
 
 
 def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The shared state of a run from Lightning's own entries."""
+    """Convert Lightning's entries to the shared state of a run."""
     rest = {key: value for key, value in found.items() if key != KEY}
     # The loops and the version stay among what hooks see.
     engine: dict[str, Any] = {"models": [dict(rest.pop("state_dict"))], "classes": {}}
@@ -437,7 +437,7 @@ def lightning_state(
     callbacks: Mapping[str, Any] | None = None,
     epoch_length: float = float("inf"),
 ) -> dict[str, Any]:
-    """What a file in Lightning's format holds, from the state of a Trainer's run."""
+    """Convert the state of a Trainer's run to the content of a Lightning checkpoint."""
     engine, driver = shared["engine"], shared["driver"]
     progress = driver["progress"]
     loops = loops_of(progress, epoch_length)
@@ -491,7 +491,7 @@ def _read(source: Any, name: str, objects: bool, given: Collection[str] | None) 
 
 
 class _LeftOut:
-    """Takes the place of an object in a file, whose class is neither imported nor called."""
+    """Placeholder for an object in a file, whose class is neither imported nor called."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _LeftOut:
         return super().__new__(cls)
@@ -503,7 +503,7 @@ class _LeftOut:
 def _without_objects(
     name: str, data: BinaryIO | None, classes: list[str], given: Collection[str] | None
 ) -> dict[str, Any] | None:
-    """Read a file without hyper-parameters that are objects, or hold some. Returns None if others are objects."""
+    """Read a file without hyper-parameters that are objects. Returns None if other entries need objects."""
     try:
         found = read_pickled(name, [*plain_classes(), *((_LeftOut, each) for each in classes)], data)
     except CheckpointError:
@@ -525,7 +525,7 @@ def _has_left_out(value: Any) -> bool:
 
 
 def _sharded(folder: Path, objects: bool, given: Collection[str] | None) -> dict[str, Any]:
-    """What a sharded strategy wrote: tensors in the shards, and everything else in a file beside them."""
+    """Read a sharded checkpoint: tensors from the shards, everything else from the file beside them."""
     rest = _read(folder / _REST, os.fspath(folder / _REST), objects, given)
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{folder / _REST} holds a {type(rest).__name__} rather than the rest of a checkpoint.")
@@ -541,7 +541,7 @@ def _sharded(folder: Path, objects: bool, given: Collection[str] | None) -> dict
 
 
 def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Tensors by their whole name."""
+    """Flatten a nested dict of tensors to dotted names."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
@@ -549,7 +549,7 @@ def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _state_there(state: Any) -> Any:
-    """A callback's state for Lightning, whose `EarlyStopping` keeps its best score as a tensor."""
+    """Convert a callback's state for Lightning, whose `EarlyStopping` stores its best score as a tensor."""
     if isinstance(state, Mapping) and isinstance(state.get("best_score"), float):
         return {**state, "best_score": torch.tensor(state["best_score"])}
     return state

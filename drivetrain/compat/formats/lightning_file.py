@@ -1,4 +1,4 @@
-"""Files in Lightning's format: how a run writes them, and how they are found again."""
+"""Write and locate checkpoint files in Lightning's format."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lightning_content(
     epoch_length: float = float("inf"),
     objects: bool = False,
 ) -> dict[str, Any]:
-    """What a `.ckpt` file that Lightning opens holds of the state of a Trainer's run."""
+    """Return the content of a `.ckpt` file, which Lightning can open, from the state of a run."""
     if "progress" not in shared["driver"] or len(shared["engine"].get("models", ())) != 1:
         raise CheckpointError(
             f"{os.fspath(path)} would not be the state of a Trainer with one model, so Lightning could not open it."
@@ -67,7 +67,7 @@ def lightning_content(
 
 
 def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, Any], objects: bool = False) -> None:
-    """Write what a checkpoint of Lightning's holds to a local file, on one process.
+    """Write the content of a Lightning checkpoint to a local file, on one process.
 
     The file appears complete or not at all.
     """
@@ -94,7 +94,7 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
 
 
 def check_lightning_file(path: str | os.PathLike[str]) -> str:
-    """The local path of a file of Lightning's that is to be written."""
+    """Return the local path of a Lightning file to write. Raises `ConfigurationError` for URLs."""
     storage, target = storage_of(path)
     if not isinstance(storage, LocalStorage):
         raise ConfigurationError(f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.")
@@ -105,7 +105,7 @@ def check_lightning_file(path: str | os.PathLike[str]) -> str:
 
 
 def extras_at(path: str) -> Extras | None:
-    """What a local file holds beside Lightning's entries; None where there is no file that this package has written.
+    """Return this package's entry of a local Lightning file, or None if it has none.
 
     The weights are not read.
     """
@@ -129,7 +129,7 @@ def _begins_as_zip(path: str) -> bool:
 
 
 def _add_record(file: BinaryIO, entry: Any) -> None:
-    """Put our entry into a file of `torch.save` as a part of its own, which `torch.load` passes over."""
+    """Append this package's entry to a file of `torch.save` as a record that `torch.load` ignores."""
     content = io.BytesIO()
     torch.save(entry, content)
     with zipfile.ZipFile(file, "a") as archive:
@@ -137,14 +137,14 @@ def _add_record(file: BinaryIO, entry: Any) -> None:
 
 
 def _record_in(path: str) -> bytes | None:
-    """What `_add_record` has put into a file; None where it has not."""
+    """Return the record that `_add_record` appended, or None."""
     with zipfile.ZipFile(path) as archive:
         name = f"{_top(archive)}/{_RECORD}"
         return archive.read(name) if name in archive.NameToInfo else None
 
 
 def _top(archive: zipfile.ZipFile) -> str:
-    """The folder that everything in a file of `torch.save` is in."""
+    """Return the name of the top-level folder in a file of `torch.save`."""
     return archive.infolist()[0].filename.partition("/")[0]
 
 
@@ -158,10 +158,10 @@ def _warn_of(classes: list[str]) -> None:
 
 
 class LightningFormat(CheckpointFormat):
-    """One `.ckpt` file that Lightning opens, for each checkpoint of a run.
+    """Checkpoint format that writes one `.ckpt` file per checkpoint, which Lightning can open.
 
-    The main process writes it. If no process holds the whole state, all write a checkpoint of this package beside it
-    first, of which the file is made and which is then removed.
+    The main process writes the file. If the state is sharded, all processes first write a temporary checkpoint beside
+    it, from which the file is made.
     """
 
     name = "lightning"
@@ -241,16 +241,16 @@ class LightningFormat(CheckpointFormat):
         return checkpoint.is_checkpoint(path)  # Lightning's own files are never replaced
 
     def place_of(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return where the file for a path is written; called by the main process."""
+        """Return the path that the main process writes the file to."""
         return check_lightning_file(path)
 
     def place_beside(self, path: str | os.PathLike[str], root: str) -> str:
-        """Return where all processes write the shards that a file is then made of, for a moment."""
+        """Return the temporary folder into which all processes write shards, before one file is made of them."""
         folder, name = os.path.split(os.fspath(path))
         return os.path.join(folder, f".{name}.whole")
 
     def write(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-        """Write a file, which appears complete or not at all; called by the main process."""
+        """Write a file atomically, on the main process."""
         write_lightning_content(path, content, self.keeps_objects)
 
     def _write_whole(
@@ -261,7 +261,7 @@ class LightningFormat(CheckpointFormat):
         process: Mapping[str, Any],
         **others: Any,
     ) -> checkpoint.PendingSave:
-        """Write the state that the main process holds whole, with what each process keeps of its own."""
+        """Write the full state from the main process, together with each rank's own state."""
         trainer.accelerator.save_queue.finish()
         try:
             mine: dict[str, Any] | str = packed(process, f"process/{trainer.global_rank}")
@@ -301,14 +301,14 @@ class LightningFormat(CheckpointFormat):
         self.write(target, content)
 
     def state_of(self, callback: Any) -> dict[str, Any]:
-        """Return the state of a `ModelCheckpoint` as Lightning's keeps it."""
+        """Return a `ModelCheckpoint` callback's state in Lightning's format."""
         own = getattr(callback, "lightning_state", None)
         state: dict[str, Any] = model_checkpoint_state(callback) if own is None else own()
         return state
 
 
 def _weights_in_file(path: str | os.PathLike[str], model: int | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the weights in a file, which holds one model. Tied ones stay one tensor."""
+    """Return the weights of the one model in a file. Tied weights share one tensor."""
     if model:
         raise CheckpointError(f"{os.fspath(path)} holds 1 model, so there is no model {model}. Leave that out.")
     [state] = read_lightning_state(path)[0]["engine"]["models"]
@@ -323,9 +323,9 @@ def _weights_in_file(path: str | os.PathLike[str], model: int | None, dtype: tor
 
 
 def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
-    """Return the state as Lightning's `ModelCheckpoint` keeps it.
+    """Convert a `ModelCheckpoint` callback's state to Lightning's format.
 
-    Of the checkpoints that were kept, no directories are named: Lightning does not open those of this package.
+    Checkpoint directories are left out, because Lightning cannot open them.
     """
     # One that is being written is not there yet.
     files = {

@@ -1,7 +1,7 @@
-"""Lightning's module paths and names over drivetrain: what was written for Lightning 2.6 imports this and runs.
+"""Lightning's module paths and names, implemented with drivetrain. Scripts for Lightning 2.6 run with it.
 
 `import drivetrain.compat.lightning as lightning`, `drivetrain.compat.install("lightning", "pytorch_lightning")` or
-`drivetrain launch --as lightning` put it in the place of the original. `pytorch_lightning` is `lightning.pytorch`, and
+`drivetrain launch --as lightning` replace the original by it. `pytorch_lightning` is `lightning.pytorch`, and
 `lightning_fabric` is `lightning.fabric`.
 """
 

@@ -1,4 +1,4 @@
-"""Kinds of devices as Lightning's objects: whether there are any, and how many."""
+"""Lightning's accelerator classes: device types with their availability and count."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 class Accelerator(metaclass=KindOfDevice):
-    """A kind of device; `Trainer(accelerator=...)` takes an object of it for its name.
+    """Device type. `Trainer(accelerator=...)` accepts an instance in place of the type's name.
 
-    `isinstance(trainer.accelerator, CUDAAccelerator)` is true where the Trainer runs on that kind of device.
+    `isinstance(trainer.accelerator, CUDAAccelerator)` is True if the Trainer runs on a CUDA device.
 
     Attributes:
-        kind: The name of the kind in drivetrain.
+        kind: Name of the device type in drivetrain.
     """
 
     kind = "cpu"
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether this machine has one."""
+        """Return True if this machine has a device of this type."""
         return any(each.name == cls.kind for each in available_device_kinds())
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """How many of them there are."""
+        """Return the number of devices of this type."""
         return next((each.count() for each in available_device_kinds() if each.name == cls.kind), 0)
 
     @classmethod
     def name(cls) -> str:
-        """The name of the kind."""
+        """Return the name of the device type, such as `"cuda"`."""
         return cls.kind
 
     @classmethod
     def parse_devices(cls, devices: int | str | list[int]) -> list[int]:
-        """The numbers of devices that an argument of a Trainer names."""
+        """Return the device indices that the Trainer argument `devices` selects."""
         if isinstance(devices, str):
             devices = [int(each) for each in devices.split(",") if each] if "," in devices else int(devices)
         if isinstance(devices, int):
@@ -48,23 +48,23 @@ class Accelerator(metaclass=KindOfDevice):
 
     @classmethod
     def get_parallel_devices(cls, devices: int | str | list[int]) -> list[torch.device]:
-        """The devices of these numbers, or so many."""
+        """Return the devices with the given indices, or the first `devices` ones."""
         numbers = cls.parse_devices(devices)
         return [torch.device("cpu") if cls.kind == "cpu" else torch.device(cls.kind, index) for index in numbers]
 
     def setup_device(self, device: torch.device) -> None:
-        """Let new tensors go to a device where a process has several to choose from."""
+        """Make a device the current one. Raises `ConfigurationError` for a device of another type."""
         if device.type != self.kind:
             raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.")
         if self.kind == "cuda":
             torch.get_device_module(device).set_device(device)
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, Any]:
-        """What torch counts of a device's memory."""
+        """Return torch's memory statistics of a device."""
         return dict(getattr(torch, self.kind).memory_stats(device))
 
     def teardown(self) -> None:
-        """Clean up after a run."""
+        """Clean up after a run. Does nothing by default."""
 
 
 class CPUAccelerator(Accelerator):
@@ -73,17 +73,17 @@ class CPUAccelerator(Accelerator):
     kind = "cpu"
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
-        """How much of the processors, the memory and the swap space is in use, in percent."""
+        """Return the usage of CPU, memory and swap space in percent."""
         return get_cpu_stats()
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """One process, unless more are asked for."""
+        """Return 1: a run on the CPU uses one process unless `devices` asks for more."""
         return 1
 
 
 class CUDAAccelerator(Accelerator):
-    """GPUs."""
+    """NVIDIA or AMD GPUs."""
 
     kind = "cuda"
 
@@ -95,11 +95,11 @@ class MPSAccelerator(Accelerator):
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """One, which such a machine has."""
+        """Return 1: a machine with MPS has one GPU."""
         return 1
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
-        """How much of the processors, the memory and the swap space is in use, in percent."""
+        """Return the usage of CPU, memory and swap space in percent."""
         return {name.replace("cpu", "M1"): value for name, value in get_cpu_stats().items()}
 
 
@@ -110,12 +110,12 @@ class XLAAccelerator(Accelerator):
 
 
 def num_cuda_devices() -> int:
-    """Return how many GPUs this machine has."""
+    """Return the number of GPUs of this machine."""
     return CUDAAccelerator.auto_device_count()
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """The numbers of this machine's GPUs."""
+    """Return the indices of this machine's GPUs. Raises `ConfigurationError` if there are too few."""
     if num_devices == 0:
         return []
     count = CUDAAccelerator.auto_device_count()
@@ -131,7 +131,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 
 def get_cpu_stats() -> dict[str, float]:
-    """Return how much of the processors, the memory and the swap space is in use, in percent."""
+    """Return the usage of CPU, memory and swap space in percent."""
     import psutil
 
     return {

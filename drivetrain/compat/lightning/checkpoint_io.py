@@ -1,4 +1,4 @@
-"""What writes the checkpoints of a run as files, reads and removes them: `CheckpointIO`, and torch's files."""
+"""`CheckpointIO` and `TorchCheckpointIO`: plugins that write, read and remove checkpoint files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ArgumentTypeError
 
 
 class CheckpointIO(ABC):
-    """Writes, reads and removes checkpoints; derive a class to keep them in another place or another form.
+    """Base class of plugins that write, read and remove checkpoints. Subclass it for other storage or formats.
 
     Example:
         ```python
@@ -46,29 +46,29 @@ class CheckpointIO(ABC):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; called by the main process."""
+        """Write a checkpoint. The main process calls this."""
 
     @abstractmethod
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; called by all processes."""
+        """Read a checkpoint. All processes call this."""
 
     @abstractmethod
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; called by the main process."""
+        """Remove a checkpoint. The main process calls this."""
 
     def teardown(self) -> None:
-        """Called when a verb of the Trainer is over."""
+        """Clean up after `fit`, `validate`, `test` or `predict`."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Writes a checkpoint as a local file, which appears complete or not at all."""
+    """Plugin that writes each checkpoint atomically to a local file with `torch.save`."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint. Raises if `storage_options` are given."""
         if storage_options is not None:
             raise ArgumentTypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
@@ -80,7 +80,7 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint."""
+        """Read a checkpoint. Raises `FileNotFoundError` if the file does not exist."""
         if not os.path.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
         with torch.serialization.safe_globals(plain_classes()):
@@ -88,7 +88,7 @@ class TorchCheckpointIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file, or a directory; nothing happens where there is none."""
+        """Remove a file or directory, if it exists."""
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Enums whose members equal their text in any case."""
+"""String enums that compare without regard to case."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class LightningEnum(str, Enum):
-    """An enum of texts; a member equals its text in upper and in lower case."""
+    """String enum whose members equal their value in any case."""
 
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> LightningEnum | None:
-        """The member of this name or value; None if there is none."""
+        """Return the member with this name or value, or None if there is none."""
         for member in cls:
             by_name = source in ("key", "any") and member.name.lower() == value.lower().replace("-", "_")
             if by_name or (source in ("value", "any") and member.value.lower() == value.lower()):
@@ -30,17 +30,17 @@ class LightningEnum(str, Enum):
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """How gradients are clipped."""
+    """Algorithm of gradient clipping: by norm or by value."""
 
     VALUE = "value"
     NORM = "norm"
 
     @staticmethod
     def supported_type(value: str) -> bool:
-        """Whether there is such a way."""
+        """Return True if there is an algorithm of this name."""
         return any(value == member for member in GradClipAlgorithmType)
 
     @staticmethod
     def supported_types() -> list[str]:
-        """All ways."""
+        """Return the names of all algorithms."""
         return [member.value for member in GradClipAlgorithmType]

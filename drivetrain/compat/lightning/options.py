@@ -1,4 +1,4 @@
-"""Arguments of Lightning's classes that hand over parts of its machinery."""
+"""Arguments of Lightning's classes that replace Lightning's internals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TAKEN_BY_TRAINER = ("checkpoint_io", "cluster_environment", "precision_plugin",
 
 
 def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Leave out arguments that are None and stand for parts of Lightning's machinery; refuse them otherwise.
+    """Remove arguments that are None and would replace Lightning's internals. Raises for other values.
 
-    What the Trainer asks the strategy for, its plugins, is left out too.
+    Plugins, which the Trainer reads from the strategy, are removed too.
     """
     refused = (*_MACHINERY, *others)
     for name in refused:

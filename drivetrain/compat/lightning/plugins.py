@@ -1,4 +1,4 @@
-"""Number formats as Lightning's plugins: `Trainer(plugins=...)` takes them for the name of a precision."""
+"""Precision plugins. `Trainer(plugins=...)` accepts them in place of `precision`."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ _SHARDED = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
 class ClippingError(DrivetrainError, RuntimeError):
-    """Gradients that an optimizer unscales within its own step were to be clipped before it."""
+    """Raised when gradients would be clipped before an optimizer that unscales inside its own step."""
 
 
 class Precision:
-    """A number format; a run takes no more of it than its name, the methods are for scripts that call them.
+    """Precision plugin. A run uses only its name, the methods are for scripts that call them.
 
     Attributes:
-        precision: Its name, as `Trainer(precision=...)` takes it.
+        precision: Name of the precision, as for `Trainer(precision=...)`.
     """
 
     precision: str = "32-true"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module with parameters and buffers in this number format."""
+        """Return the module with parameters and buffers in this precision's dtype."""
         dtype = DTYPES.get(self.precision)
         return module if dtype in (None, torch.float32) else module.to(dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch whose floating-point tensors have the dtype of the computation."""
+        """Return a batch with floating-point tensors in the compute dtype."""
         return _converted(data, DTYPES.get(self.precision, torch.float32))
 
     def convert_output(self, data: Any) -> Any:
-        """Return what a model has computed, its floating-point tensors in torch's default dtype."""
+        """Return a model's output with floating-point tensors in torch's default dtype."""
         return _converted(data, torch.get_default_dtype())
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
-        """Make floating-point tensors in the body with the dtype of parameters, unless they are given one."""
+        """Create floating-point tensors in the `with` body in the parameters' dtype by default."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES.get(self.precision, before))
         try:
@@ -59,78 +59,78 @@ class Precision:
             torch.set_default_dtype(before)
 
     def module_init_context(self) -> AbstractContextManager[None]:
-        """Make modules in the body with parameters of this number format."""
+        """Return a context manager in which modules are created with parameters of this precision."""
         return self.tensor_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What a forward runs in."""
+        """Return the context manager for a forward pass."""
         return self.tensor_init_context()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Called before a backward; override it."""
+        """Run code before each backward pass. Override it."""
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss."""
+        """Run the backward pass of a loss."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Called after a backward; override it."""
+        """Run code after each backward pass. Override it."""
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step an optimizer."""
+        """Step an optimizer. Returns what its `step` returns."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """The parameters that an optimizer steps."""
+        """Yield the parameters of an optimizer."""
         for group in optimizer.param_groups:
             yield from group["params"]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring gradients back to their true size, where they are scaled."""
+        """Divide gradients by the loss scale, if the loss is scaled."""
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
     ) -> None:
-        """Clip gradients; nothing without a bound."""
+        """Clip gradients by value or by norm. Does nothing if `clip_val` is 0 or negative."""
         if clip_val <= 0:
             return
         clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
         clip(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each element of the gradients."""
+        """Clip each gradient element to the range [-clip_val, clip_val]."""
         nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the norm of the gradients."""
+        """Clip the total norm of the gradients."""
         nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
-        """Return the model, the optimizers and the schedules of a run, changed for this number format or as they are.
+        """Return the model, optimizers and schedulers, converted for this precision if needed.
 
         Args:
             model: The model.
             optimizers: The optimizers.
-            lr_schedulers: The schedules.
+            lr_schedulers: The learning rate schedulers.
         """
         return model, optimizers, lr_schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state from a checkpoint."""
 
     def teardown(self) -> None:
-        """Clean up after a run."""
+        """Clean up after a run. Does nothing by default."""
 
 
 class ScaledPrecision(Precision):
-    """A number format in which losses may be scaled.
+    """Precision with optional loss scaling.
 
     Attributes:
-        scaler: What scales them; None where nothing needs to.
+        scaler: The gradient scaler, or None if the loss is not scaled.
     """
 
     scaler: Any = None
@@ -175,7 +175,7 @@ class ScaledPrecision(Precision):
 
 
 class MixedPrecision(ScaledPrecision):
-    """Autocast."""
+    """Mixed precision with autocast."""
 
     def __init__(self, precision: str, device: str | None = None, scaler: Any = None) -> None:
         if precision not in ("16-mixed", "bf16-mixed"):
@@ -187,11 +187,11 @@ class MixedPrecision(ScaledPrecision):
         self._choose_scaler(scaler, lambda: torch.amp.GradScaler(self._kind_of_device))
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast, on the device that was given."""
+        """Return the autocast context manager for the device."""
         return torch.autocast(self._kind_of_device, self._dtype)
 
     def autocast_context_manager(self) -> torch.autocast:
-        """The same, without keeping cast copies of weights."""
+        """Return the autocast context manager, without caching of cast weights."""
         return torch.autocast(self._kind_of_device, self._dtype, cache_enabled=False)
 
     @property
@@ -204,7 +204,7 @@ class MixedPrecision(ScaledPrecision):
 
 
 class HalfPrecision(Precision):
-    """Parameters in half precision."""
+    """Parameters and computation in half precision."""
 
     def __init__(self, precision: str = "16-true") -> None:
         _check(precision, ("16-true", "bf16-true"), f"{type(self).__name__}({precision=}) is not supported.")
@@ -212,13 +212,13 @@ class HalfPrecision(Precision):
 
 
 class DoublePrecision(Precision):
-    """Parameters in double precision."""
+    """Parameters and computation in double precision."""
 
     precision = "64-true"
 
 
 class FSDPPrecision(ScaledPrecision):
-    """The number format of a model that is sharded."""
+    """Precision of FSDP models."""
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         _check(precision, _SHARDED, f"{type(self).__name__}({precision=}) is not supported in FSDP.")
@@ -227,7 +227,7 @@ class FSDPPrecision(ScaledPrecision):
 
     @property
     def mixed_precision_config(self) -> Any:
-        """The options of torch's `FullyShardedDataParallel` for this number format."""
+        """Options of torch's `FullyShardedDataParallel` for this precision."""
         from drivetrain.strategies.fsdp.model_sharding import MixedPrecision as Options
 
         dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **DTYPES}[self.precision]
@@ -239,26 +239,26 @@ class FSDPPrecision(ScaledPrecision):
         return Options(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on GPUs for mixed precision; else the dtype of new tensors."""
+        """Return autocast on GPUs for mixed precision, else a context manager that sets the default dtype."""
         if not self.precision.endswith("-mixed"):
             return super().forward_context()
         return torch.autocast("cuda", torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
 
 
 class DeepSpeedPrecision(Precision):
-    """The number format of a model that DeepSpeed trains."""
+    """Precision of DeepSpeed models."""
 
     def __init__(self, precision: str) -> None:
         _check(precision, _SHARDED, f"{type(self).__name__}({precision=}) is not supported in DeepSpeed.")
         self.precision = precision
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Let DeepSpeed's engine compute the gradients of a loss."""
+        """Run the backward pass with DeepSpeed's engine."""
         model.backward(tensor, *args, **kwargs)
 
 
 class TorchSyncBatchNorm:
-    """Batch statistics over all processes; the same as `Trainer(sync_batchnorm=True)`."""
+    """Synchronized batch normalization, as with `Trainer(sync_batchnorm=True)`."""
 
 
 SPELLINGS = {
@@ -273,12 +273,12 @@ SPELLINGS = {
 
 
 def shown_as(precision: str) -> str:
-    """Return Lightning's name of a number format."""
+    """Return Lightning's name of a precision."""
     return SPELLINGS.get(precision, precision)
 
 
 def usable_on(kind: str, precision: Any) -> Any:
-    """Return a number format, or the one in its place where a kind of device computes in another one."""
+    """Return a precision, or a replacement if the device type does not support it."""
     is_cpu = (detect_device_kind().name if kind == "auto" else kind) == "cpu"
     if not is_cpu or str(precision) not in ("16", "16-mixed"):
         return precision
@@ -287,7 +287,7 @@ def usable_on(kind: str, precision: Any) -> Any:
 
 
 def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
-    """The number format of a run."""
+    """Return the precision plugin for a precision's name."""
     if precision.endswith("-mixed"):
         return MixedPrecision(precision, device, scaler)
     if precision == "64-true":
@@ -300,7 +300,7 @@ def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
 
 
 def under_old_name(name: str, kind: type[Precision], *dropped: str) -> type[Precision]:
-    """A number format under the name that it had in Lightning 1.x, which warns when it is made."""
+    """Create a precision plugin class under its name in Lightning 1.x, which warns on use."""
 
     def warn_and_make(self: Precision, *args: Any, **kwargs: Any) -> None:
         rank_zero_deprecation(f"The `{name}` is deprecated. Use `lightning.pytorch.plugins.{kind.__name__}` instead.")

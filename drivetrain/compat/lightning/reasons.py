@@ -1,4 +1,4 @@
-"""Why names of Lightning that scripts import are not in drivetrain."""
+"""Reasons why drivetrain lacks some of Lightning's names, for error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies and kinds of devices by name, as scripts register their own."""
+"""Registries of strategies and accelerators, to which scripts add their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONFIGURED = {"deepspeed": "DeepSpeedStrategy"}
 
 
 class Registry(dict[str, dict[str, Any]]):
-    """Names, each with a class and what it is made with."""
+    """Mapping from names to classes with their constructor arguments."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Registry(dict[str, dict[str, Any]]):
     def register(
         self, name: str, factory: Callable[..., Any] | None = None, description: str = "", **init_params: Any
     ) -> Any:
-        """Put a class under a name; without one, what decorates a class."""
+        """Register a class under a name. Without a class, return a decorator."""
 
         def add(kind: Callable[..., Any]) -> Callable[..., Any]:
             self[name] = {
@@ -37,7 +37,7 @@ class Registry(dict[str, dict[str, Any]]):
         return add if factory is None else add(factory)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Make what a name stands for."""
+        """Create the object registered under a name. Without one, return `default` or raise `KeyError`."""
         if name in self:
             return self[name][self._kind](**self[name]["init_params"])
         if default is not None:
@@ -45,7 +45,7 @@ class Registry(dict[str, dict[str, Any]]):
         raise KeyError(f"{name!r} is not in the registry. Available names: {', '.join(sorted(self)) or 'none'}.")
 
     def remove(self, name: str) -> None:
-        """Take a name out."""
+        """Remove a name."""
         self.pop(name)
 
     def __str__(self) -> str:
@@ -53,10 +53,10 @@ class Registry(dict[str, dict[str, Any]]):
 
 
 class StrategyRegistry(Registry):
-    """Strategies by name.
+    """Registry of strategies.
 
     Attributes:
-        built_in: The names that stand for the same without it.
+        built_in: Names that drivetrain resolves without the registry.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class StrategyRegistry(Registry):
         return super().register(name, *args, **kwargs)
 
     def made(self, name: Any) -> Any:
-        """The strategy that a script has registered under a name; anything else as it is, built-in names too.
+        """Create the strategy that a script registered under a name. Other values are returned unchanged.
 
-        DeepSpeed's name is that of a strategy of its own where a variable names its configuration.
+        A DeepSpeed name creates a strategy here only if an environment variable gives its configuration file.
         """
         if isinstance(name, str) and name in _CONFIGURED and os.environ.get(CONFIG_VARIABLE):
             strategies = importlib.import_module("drivetrain.compat.lightning.pytorch.strategies")
@@ -79,18 +79,18 @@ class StrategyRegistry(Registry):
         return self.get(name) if is_own else name
 
     def available_strategies(self) -> list[str]:
-        """All names."""
+        """Return the names of all strategies."""
         return list(self)
 
 
 class AcceleratorRegistry(Registry):
-    """Kinds of devices by name."""
+    """Registry of accelerators."""
 
     def __init__(self) -> None:
         super().__init__("accelerator")
 
     def available_accelerators(self) -> set[str]:
-        """All names."""
+        """Return the names of all accelerators."""
         return set(self)
 
 

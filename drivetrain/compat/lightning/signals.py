@@ -1,4 +1,4 @@
-"""The exception by which Lightning ends a run that gets SIGTERM."""
+"""`SIGTERMException`, with which Lightning ends a run after SIGTERM."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import signal
 
 
 class SIGTERMException(SystemExit):
-    """A scheduler's signal has ended `fit`, which has saved; the process exits with a status that asks for a new start.
+    """Raised when a signal has stopped `fit` after a checkpoint. The exit code requests a restart.
 
     Args:
-        *args: The status; that of a process which SIGTERM has ended if none is given.
+        *args: The exit code, by default that of a process which SIGTERM terminated.
     """
 
     def __init__(self, *args: object) -> None:

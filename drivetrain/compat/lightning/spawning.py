@@ -1,4 +1,4 @@
-"""Processes that a strategy such as `"ddp_spawn"` starts, with the packages that drivetrain stands for in this one."""
+"""Spawn processes for strategies such as `"ddp_spawn"`, with the same package aliases installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from drivetrain.strategies.base import StartsProcesses
 
 
 def installed_packages() -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """What installs, in another process, the packages that are installed here; and its arguments."""
+    """Return a function and its arguments that install this process's aliases in another process, or None."""
     names = [name for name, target in PACKAGES.items() if getattr(sys.modules.get(name), "__name__", "") == target]
     return (install, tuple(names)) if names else None
 
 
 def call_spawned(spawning: StartsProcesses, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in each process that a strategy starts. Returns what it returned in the first."""
+    """Call a function in each process that the strategy starts. Returns rank 0's result."""
     from drivetrain.launch.notebook import call_in_processes  # here: few scripts start processes
     from drivetrain.launch.options import LaunchOptions
 

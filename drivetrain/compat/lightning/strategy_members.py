@@ -1,4 +1,4 @@
-"""What scripts ask of `trainer.strategy` and `fabric.strategy`, beside what a strategy has here."""
+"""Lightning's members of `trainer.strategy` and `fabric.strategy`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _checked(environment: Any) -> ClusterEnvironment | None:
 
 
 class StrategyMembers:
-    """This process among the others, and what they do together, under Lightning's names.
+    """Mixin with Lightning's strategy attributes: ranks, devices and collectives.
 
     Attributes:
-        precision_plugin: The number format that the strategy was made with.
-        given_precision: Its name; None where none was given.
-        cluster_environment: The environment that the strategy was made with, if any.
+        precision_plugin: Precision plugin that the strategy was created with.
+        given_precision: Name of that precision, or None.
+        cluster_environment: Environment that the strategy was created with, or None.
     """
 
     precision_plugin: Precision = Precision()
@@ -57,7 +57,7 @@ class StrategyMembers:
     _given_device: torch.device | None = None
 
     def take_plugins(self, given: Mapping[str, Any]) -> None:
-        """Keep the plugins that the strategy was made with."""
+        """Store the plugins that the strategy was created with."""
         plugin = given.get("precision_plugin") or given.get("precision")
         if plugin is not None:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
@@ -67,7 +67,7 @@ class StrategyMembers:
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes checkpoints as files, reads and removes them; it can be set between two runs."""
+        """Plugin that writes, reads and removes checkpoints. It can be assigned between two runs."""
         found: CheckpointIO | None = self.given_checkpoint_io
         if found is None:
             self.take_checkpoint_io(found := TorchCheckpointIO())
@@ -78,7 +78,7 @@ class StrategyMembers:
         self.take_checkpoint_io(checkpoint_io)
 
     def take_checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
-        """Keep what writes checkpoints."""
+        """Store the checkpoint plugin. Raises `ConfigurationError` for other objects."""
         if not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
@@ -88,17 +88,17 @@ class StrategyMembers:
 
     @property
     def given_checkpoint_io(self) -> CheckpointIO | None:
-        """The same; None where none was given."""
+        """The checkpoint plugin that was given, or None."""
         found: CheckpointIO | None = vars(self.holder).get(_CHECKPOINT_IO)
         return found
 
     @property
     def holder(self) -> Any:
-        """The strategy that keeps what it was given."""
+        """The strategy that stores the given plugins."""
         return self
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; only the main process does."""
+        """Remove a checkpoint, on the main process only."""
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
@@ -111,22 +111,22 @@ class StrategyMembers:
 
     @property
     def lightning_module(self) -> Any:
-        """The module of the Trainer; None before it has one."""
+        """Module of the Trainer, or None before a run."""
         return getattr(self._driver, "lightning_module", None)
 
     @property
     def model(self) -> Any:
-        """The same, as the strategy has wrapped it."""
+        """The module as wrapped by the strategy, or None before a run."""
         return getattr(self._driver, "model", None)
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the Trainer."""
+        """Optimizers of the Trainer."""
         return list(getattr(self._driver, "optimizers", ()))
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the Trainer."""
+        """Learning rate schedulers of the Trainer."""
         return list(getattr(self._driver, "lr_scheduler_configs", ()))
 
     @property
@@ -137,7 +137,7 @@ class StrategyMembers:
 
     @property
     def root_device(self) -> torch.device:
-        """This process's device."""
+        """Device of this process."""
         topology = getattr(self, "topology", None)
         return (self._given_device or PartialState().device) if topology is None else topology.device
 
@@ -158,26 +158,26 @@ class StrategyMembers:
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine."""
+        """Index of this machine."""
         return PartialState().environment.node_rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
+        """True on rank 0."""
         return self.global_rank == 0
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
+        """Block until all processes reach this call."""
         PartialState().wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give all processes one process's object."""
+        """Send an object from rank `src` to all processes. Returns it."""
         if self.world_size == 1:
             return obj
         return broadcast(obj, src) if isinstance(obj, Tensor) else broadcast_object_list([obj], src)[0]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack a tensor of all processes along a new first dimension; the tensor itself in a world of one."""
+        """Stack a tensor of all ranks along a new first dimension. One process gets its tensor back unchanged."""
         if self.world_size == 1:
             return tensor
         if sync_grads:
@@ -186,11 +186,11 @@ class StrategyMembers:
         return gathered
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all processes; anything else, and what there is in a world of one, is returned as it is.
+        """Reduce a tensor across all ranks. Other objects, and tensors of a single process, are returned unchanged.
 
         Args:
-            tensor: Of the same shape on all processes.
-            group: Taken for Lightning's sake; all processes take part.
+            tensor: Tensor of the same shape on all ranks.
+            group: Accepted without effect: all ranks take part.
             reduce_op: `"mean"`, `"sum"`, `"max"`, `"min"`, or torch's `ReduceOp`.
         """
         if self.world_size == 1 or not isinstance(tensor, Tensor):
@@ -199,34 +199,34 @@ class StrategyMembers:
         return reduce(tensor, _REDUCTIONS.get(name, name))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The same as `all_reduce`."""
+        """Call `all_reduce`: every rank gets the result."""
         return self.all_reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes have decided for something, or any."""
+        """Return True if all ranks decided for something, or with `all=False` if any did."""
         votes = int(self.all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the tensors of a batch."""
+        """Move the tensors of a batch to the device."""
         return send_to_device(batch, device or self.root_device)
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The devices of this machine's processes."""
+        """Devices of this machine's processes."""
         root, count = self.root_device, PartialState().environment.local_world_size
         return [root if root.index is None or count == 1 else torch.device(root.type, index) for index in range(count)]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors in the body on this process's device, with the dtype of the number format."""
+        """Create tensors in the `with` body on this process's device, in the precision's dtype."""
         without_values = WithoutValues() if empty_init else nullcontext()
         with self.root_device, self.precision_plugin.tensor_init_context(), without_values:
             yield
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules in the body so, or as the strategy makes them."""
+        """Create modules in the `with` body on this process's device, in the precision's dtype, or sharded."""
         own = getattr(self, "init_context", nullcontext)()
         with self.tensor_init_context(empty_init), own:
             yield
@@ -237,7 +237,7 @@ class StrategyMembers:
 
 
 class StrategyView(StrategyMembers):
-    """A strategy of drivetrain with those members; all else is the strategy's own, also its class for `isinstance`."""
+    """View of a drivetrain strategy with Lightning's members. `isinstance` sees the strategy's own class."""
 
     def __init__(self, strategy: Strategy, precision: str) -> None:
         object.__setattr__(self, "_viewed", strategy)
@@ -245,12 +245,12 @@ class StrategyView(StrategyMembers):
 
     @property
     def precision_plugin(self) -> Precision:  # type: ignore[override]
-        """The number format of the run."""
+        """Precision plugin of the run."""
         return plugin_of(shown_as(self._precision), self.root_device.type, None)
 
     @property
     def holder(self) -> Any:
-        """The strategy itself."""
+        """The strategy behind the view."""
         return self._viewed
 
     @property  # type: ignore[misc]
@@ -276,10 +276,10 @@ class StrategyView(StrategyMembers):
 
 
 def with_members(strategy: Strategy, precision: str) -> Any:
-    """A strategy as scripts read it: itself where it has Lightning's members, else a view of it."""
+    """Return a strategy with Lightning's members: itself if it has them, else a view of it."""
     return strategy if isinstance(strategy, StrategyMembers) else StrategyView(strategy, precision)
 
 
 def record_driver(strategy: Any, trainer: Any) -> None:
-    """Let scripts read of a strategy what its Trainer has."""
+    """Store a strategy's Trainer, from which its attributes read."""
     _DRIVERS[strategy.holder] = ref(trainer)

@@ -1,4 +1,4 @@
-"""Whether files that hold objects are opened, as Lightning decides it: by `weights_only`, and torch's variables."""
+"""Decide whether checkpoints may unpickle objects, from `weights_only` and torch's environment variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drivetrain.compat.formats.lightning import is_lightning_checkpoint, opened
 
 
 def is_asked_for(weights_only: bool | None) -> bool:
-    """Whether objects in a file are to be unpickled, which runs whatever code it holds."""
+    """Return True if unpickling objects was requested, which executes code from the file."""
     if weights_only is None:
         return _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     return not weights_only and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
@@ -21,7 +21,7 @@ def _is_set(variable: str) -> bool:
 
 
 class UnpicklesWhereAsked:
-    """What is built from a checkpoint, its objects too if that was asked for."""
+    """Mixin that loads checkpoints with pickled objects if this was requested."""
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The version of Lightning whose names these are."""
+"""Version of Lightning whose names are provided."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["env_command", "env_command_parser"]
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the configuration file to show."""
+    """Return the parser of `accelerate env`, which accepts a configuration file."""
     parser = parser_of(env, "env", subparsers)
     parser.set_defaults(func=env_command)
     return parser

@@ -14,7 +14,7 @@ _NAMES = {"model": "model_name"}
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the model and the formats of its weights."""
+    """Return the parser of `accelerate estimate-memory`, which accepts a model and its dtypes."""
     parser = parser_of(estimate_memory, "estimate-memory", subparsers, _NAMES)
     parser.set_defaults(func=estimate_command)
     return parser

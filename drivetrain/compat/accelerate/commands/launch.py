@@ -24,14 +24,14 @@ __getattr__ = absent_names(__name__, (OTHER_LAUNCHER, ["tpu_pod_launcher", "sage
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the flags of a launch, the script and its arguments."""
+    """Return the parser of `accelerate launch`: its flags, the script and the script's arguments."""
     parser = parser_of(launch, "launch", subparsers, _NAMES)
     parser.set_defaults(func=launch_command)
     return parser
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start a script as the parsed arguments and the configuration file say, and wait for its end.
+    """Start a script with the given launch options, and wait until it exits.
 
     Raises:
         ConfigurationError: An argument or a key of the configuration file is invalid.

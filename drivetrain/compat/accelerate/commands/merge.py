@@ -16,7 +16,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """Return the parser of `accelerate merge-weights`."""
     text = "Merge the weights in a sharded checkpoint into one file."
     parser: argparse.ArgumentParser = (
         argparse.ArgumentParser(description=text)

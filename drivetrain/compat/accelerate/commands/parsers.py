@@ -1,4 +1,4 @@
-"""Commands of drivetrain under Accelerate's names: a parser for each, and a function that runs what it has parsed."""
+"""Run drivetrain's commands under Accelerate's names, each with an `argparse` parser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parser_of(
         command: The command.
         name: Its name after `accelerate`.
         subparsers: The group of subcommands to add the parser to. None creates a parser of its own.
-        names: Attribute of the parsed arguments by name of the parameter, for those that Accelerate names otherwise.
+        names: Accelerate's name of an argument by drivetrain's name, where the two differ.
     """
     text = f"{command.get_short_help_str(200)} {HYPHENS}"
     parser: argparse.ArgumentParser = (
@@ -69,7 +69,7 @@ def run(
         command: The command.
         args: The arguments, which the caller may have changed after parsing. None and False mean not given.
         names: As for `parser_of`.
-        more: Values of parameters that `args` leaves open.
+        more: Values of parameters that are not in `args`.
 
     Raises:
         ConfigurationError: An argument is invalid.

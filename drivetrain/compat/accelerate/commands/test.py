@@ -12,7 +12,7 @@ __all__ = ["test_command", "test_command_parser"]
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
-    """Return a parser of the configuration file to check."""
+    """Return the parser of `accelerate test`, which accepts a configuration file."""
     text = f"{test.get_short_help_str(200)} {HYPHENS}"
     parser: argparse.ArgumentParser = (
         argparse.ArgumentParser("accelerate test", description=text)

@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the file to convert and of the one to write."""
+    """Return the parser of `accelerate to-fsdp2`: the file to convert and the file to write."""
     parser = parser_of(to_fsdp2, "to-fsdp2", subparsers)
     parser.set_defaults(func=to_fsdp2_command)
     return parser
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a configuration file."""
+    """Read a YAML configuration file. Raises `ConfigurationError` if it is not a mapping."""
     values = load_yaml(Path(config_file).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigurationError(f"{config_file!r} holds no keys and values.")
@@ -34,7 +34,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the keys of a configuration file from FSDP 1 to FSDP 2; those of version 2 are returned as they are."""
+    """Convert a configuration from FSDP 1 to FSDP 2. A configuration for FSDP 2 is returned unchanged."""
     if str((config.get("fsdp_config") or {}).get("fsdp_version", 1)) == "2":
         logger.warning("Config already specifies FSDP2, skipping conversion...")
         return dict(config)

@@ -12,14 +12,14 @@ __all__ = ["tpu_command_launcher", "tpu_command_parser"]
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the commands to run on a TPU pod."""
+    """Return the parser of `accelerate tpu-config`: commands to run on a TPU pod."""
     parser = parser_of(tpu_config, "tpu-config", subparsers)
     parser.set_defaults(func=tpu_command_launcher)
     return parser
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Run commands on all workers of a TPU pod, or print what would run them.
+    """Run commands on all workers of a TPU pod. With `args.debug`, only print the `gcloud` command.
 
     Raises:
         CalledProcessError: A worker's command failed.

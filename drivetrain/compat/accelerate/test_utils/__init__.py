@@ -1,4 +1,4 @@
-"""What Accelerate's own test scripts, and those of projects on top of it, import."""
+"""Helpers that Accelerate's test scripts, and those of projects based on it, import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions of tests, and what tests ask of all processes."""
+"""Decorators that skip tests, base classes of tests, and checks across processes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ device_count = max(1, _kind.count()) if _kind.name != "cpu" else 1
 
 
 def memory_allocated_func() -> int:
-    """Bytes that tensors take on the device."""
+    """Return the bytes of tensor memory in use on the device, 0 on the CPU."""
     return torch.accelerator.memory_allocated() if _kind.name != "cpu" else 0
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """The kind of device, how many there are, and what returns the bytes in use."""
+    """Return the device type, the device count, and a function that returns the bytes in use."""
     return torch_device, device_count, memory_allocated_func
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """The command that launches a script here, with its flags."""
+    """Return the command list that launches a script, with keyword arguments as flags."""
     command = ["drivetrain", "launch", "--as", "accelerate"]
     for name, value in kwargs.items():
         if value is True:
@@ -90,7 +90,7 @@ _CONDITIONS: dict[str, Callable[[], bool]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """The decorator `require_X` of a device or package is made on first use."""
+    """Create the decorator `require_X` of a device or package on first use."""
     if name in _CONDITIONS:
         return _decorator(name, _CONDITIONS[name])
     available = f"is_{name.removeprefix('require_')}_available"
@@ -112,32 +112,32 @@ def _flag(name: str) -> bool:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Decorate tests that need a version of torch."""
+    """Skip a test if torch is older than `version`."""
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     return unittest.skipUnless(is_torch_version(">=", version or "0"), f"needs torch {version}")(test_case)
 
 
 def run_first(test_case: Any) -> Any:
-    """Decorate tests that are to run before others; here they run in their order."""
+    """Return the test unchanged: drivetrain does not reorder tests."""
     return test_case
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """A case after which the process knows no Accelerator any more."""
+    """Test case that resets the Accelerator's state after each test."""
 
     def tearDown(self) -> None:
-        """Forget the Accelerator of the test, and its state."""
+        """Reset the state that the test's Accelerator left."""
         super().tearDown()
         forget_process()
 
 
 class TempDirTestCase(unittest.TestCase):
-    """A case whose tests share a directory, which each finds empty.
+    """Test case whose tests share a temporary directory that is emptied before each test.
 
     Attributes:
         tmpdir: The directory.
-        clear_on_setup: Whether it is emptied before each test.
+        clear_on_setup: True to empty the directory before each test.
     """
 
     clear_on_setup = True
@@ -145,13 +145,13 @@ class TempDirTestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the directory."""
+        """Create the temporary directory."""
         super().setUpClass()
         cls.tmpdir = Path(tempfile.mkdtemp())
         cls.addClassCleanup(shutil.rmtree, cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
-        """Empty the directory."""
+        """Empty the temporary directory."""
         super().setUp()
         for path in self.tmpdir.iterdir() if self.clear_on_setup else ():
             if path.is_dir():
@@ -161,10 +161,10 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """A case whose `setUp` starts mocks."""
+    """Test case that starts mocks in `setUp`."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start one mock or several, until the test is over."""
+        """Start one or several mocks, which stop when the test ends."""
         self.mocks: Sequence[mock._patch[Any]] = mocks if isinstance(mocks, list | tuple) else [mocks]
         for each in self.mocks:
             each.start()
@@ -172,18 +172,18 @@ class MockingTestCase(unittest.TestCase):
 
 
 class SubprocessCallException(Exception):
-    """A command that `run_command` ran has failed."""
+    """Raised by `run_command` if the command fails."""
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the same on all processes."""
+    """Return True if a tensor has equal values on all processes."""
     own = tensor[None].clone().to(AcceleratorState().device)
     return all(torch.equal(each, own[0]) for each in gather(own))
 
 
 @contextmanager
 def assert_exception(exception_class: type[Exception], msg: str | None = None) -> Iterator[None]:
-    """Fail unless the body raises an exception, with a text in its message."""
+    """Fail unless the `with` body raises `exception_class` with `msg` in its message."""
     raised: Exception | None = None
     try:
         yield
@@ -194,29 +194,29 @@ def assert_exception(exception_class: type[Exception], msg: str | None = None) -
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a function prints."""
+    """Call a function and return what it printed."""
     with redirect_stdout(StringIO()) as output:
         func(*args, **kwargs)
     return output.getvalue()
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """A path in the package that scripts import as `accelerate`."""
+    """Return a path inside the package that scripts import as `accelerate`."""
     return Path(__file__).parents[1].joinpath(*components)
 
 
 def pytest_xdist_worker_id() -> int:
-    """The number of the pytest worker that this is."""
+    """Return the number of this pytest-xdist worker, 0 without xdist."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A port that no other pytest worker takes."""
+    """Return a port that no other pytest-xdist worker uses."""
     return 29500 + pytest_xdist_worker_id()
 
 
 def execute_subprocess_async(cmd: Sequence[str], env: Any = None, timeout: float = 180, **_: Any) -> Any:
-    """Run a command, and raise with its output if it fails."""
+    """Run a command. Raises `RuntimeError` with the command's output if it fails."""
     result = subprocess.run(list(map(str, cmd)), env=env, timeout=timeout, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(map(str, cmd))} failed with {result.returncode}:\n{result.stderr}")
@@ -224,7 +224,7 @@ def execute_subprocess_async(cmd: Sequence[str], env: Any = None, timeout: float
 
 
 def run_command(command: Sequence[Any], return_stdout: bool = False, env: Any = None) -> str | None:
-    """Run a command, and raise with its output if it fails; returns all that it wrote, if asked."""
+    """Run a command. Returns its output if `return_stdout`. Raises `SubprocessCallException` if it fails."""
     words = list(map(str, command))
     result = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:

@@ -1,4 +1,4 @@
-"""A line to fit, for tests."""
+"""A linear regression problem for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class RegressionDataset(torch.utils.data.Dataset[dict[str, np.float32]]):
-    """Points near a line."""
+    """Dataset of noisy points on a line."""
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
         generator = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ class RegressionDataset(torch.utils.data.Dataset[dict[str, np.float32]]):
 
 
 class RegressionModel(nn.Module):
-    """A line."""
+    """Model with a slope and an intercept."""
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -33,5 +33,5 @@ class RegressionModel(nn.Module):
         self.b = nn.Parameter(torch.tensor(float(b)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Heights at `x`."""
+        """Return the predicted values at `x`."""
         return x * self.a + self.b

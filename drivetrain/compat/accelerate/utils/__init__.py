@@ -1,4 +1,4 @@
-"""Everything that Accelerate's `utils` has; names are resolved on first use."""
+"""All names of `accelerate.utils`, imported on first use."""
 
 from __future__ import annotations
 

@@ -16,16 +16,16 @@ __getattr__ = absent_names(
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Names of a model's first and last linear layers."""
+    """Return the names of a model's first and last linear layers, or `(None, None)`."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Whether a layer is neither the first nor the last linear one of a model."""
+    """Return True if the layer named `fqn` is neither the first nor the last linear layer."""
     return fqn not in find_first_last_linear_layers(module)
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether a model has torchao's fp8 layers."""
+    """Return True if a model contains torchao's `Float8Linear` layers."""
     return any(type(module).__name__ == "Float8Linear" for module in model.modules())

@@ -22,5 +22,5 @@ __getattr__ = absent_names(
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether a model has bitsandbytes' 4-bit layers."""
+    """Return True if a model contains bitsandbytes' `Linear4bit` layers."""
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())

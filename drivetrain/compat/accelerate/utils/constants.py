@@ -1,4 +1,4 @@
-"""Names of files and options that scripts compare with."""
+"""File names and option values that scripts compare with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Option holders and enumerations under Accelerate's names."""
+"""Option classes and enumerations under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -71,57 +71,57 @@ __all__ = [
 
 
 class KwargsHandler:
-    """Base of option holders, also of those that a script defines itself."""
+    """Base class of option classes, including those that scripts define."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The options by name."""
+        """Return a deep copy of the options as a dict."""
         return copy.deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
+        """Return the options that differ from their defaults."""
         default = vars(type(self)())
         return {name: value for name, value in self.to_dict().items() if default.get(name) != value}
 
 
 class AORecipeKwargs(engine.AORecipeKwargs, KwargsHandler):
-    """Options of torchao's fp8; see `drivetrain.accelerator.AORecipeKwargs`."""
+    """Options of torchao's fp8. See `drivetrain.accelerator.AORecipeKwargs`."""
 
 
 class AutocastKwargs(engine.AutocastKwargs, KwargsHandler):
-    """Options of autocast; see `drivetrain.accelerator.AutocastKwargs`."""
+    """Options of autocast. See `drivetrain.accelerator.AutocastKwargs`."""
 
 
 class DistributedDataParallelKwargs(engine.DistributedDataParallelKwargs, KwargsHandler):
-    """Options of DDP; see `drivetrain.accelerator.DistributedDataParallelKwargs`."""
+    """Options of DDP. See `drivetrain.accelerator.DistributedDataParallelKwargs`."""
 
 
 class FP8RecipeKwargs(engine.FP8RecipeKwargs, KwargsHandler):
-    """Options of fp8 under Accelerate's older name; see `drivetrain.accelerator.FP8RecipeKwargs`."""
+    """Options of fp8 under Accelerate's older name. See `drivetrain.accelerator.FP8RecipeKwargs`."""
 
 
 class GradientAccumulationPlugin(engine.GradientAccumulationPlugin, KwargsHandler):
-    """How gradients accumulate; see `drivetrain.accelerator.GradientAccumulationPlugin`."""
+    """Options of gradient accumulation. See `drivetrain.accelerator.GradientAccumulationPlugin`."""
 
 
 class GradScalerKwargs(engine.GradScalerKwargs, KwargsHandler):
-    """Options of the loss scale; see `drivetrain.accelerator.GradScalerKwargs`."""
+    """Options of the gradient scaler. See `drivetrain.accelerator.GradScalerKwargs`."""
 
 
 class InitProcessGroupKwargs(engine.InitProcessGroupKwargs, KwargsHandler):
-    """Options of the process group; see `drivetrain.accelerator.InitProcessGroupKwargs`."""
+    """Options of the process group. See `drivetrain.accelerator.InitProcessGroupKwargs`."""
 
 
 class MSAMPRecipeKwargs(engine.MSAMPRecipeKwargs, KwargsHandler):
-    """Options of MS-AMP's fp8; see `drivetrain.accelerator.MSAMPRecipeKwargs`."""
+    """Options of MS-AMP's fp8. See `drivetrain.accelerator.MSAMPRecipeKwargs`."""
 
 
 class ProfileKwargs(engine.ProfileKwargs, KwargsHandler):
-    """Options of the profiler; see `drivetrain.accelerator.ProfileKwargs`."""
+    """Options of the profiler. See `drivetrain.accelerator.ProfileKwargs`."""
 
 
 @dataclass
 class TorchDynamoPlugin(engine.TorchDynamoPlugin, KwargsHandler):
-    """Options of `torch.compile`, from the environment where they are not given."""
+    """Options of `torch.compile`. Environment variables give the defaults."""
 
     def __post_init__(self) -> None:
         self.backend = self.backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -140,7 +140,7 @@ class TorchDynamoPlugin(engine.TorchDynamoPlugin, KwargsHandler):
 
 
 class TERecipeKwargs(engine.TERecipeKwargs, KwargsHandler):
-    """Options of Transformer Engine's fp8; see `drivetrain.accelerator.TERecipeKwargs`."""
+    """Options of Transformer Engine's fp8. See `drivetrain.accelerator.TERecipeKwargs`."""
 
 
 class _ContainsValues(enum.EnumMeta):
@@ -150,19 +150,19 @@ class _ContainsValues(enum.EnumMeta):
 
 
 class BaseEnum(enum.Enum, metaclass=_ContainsValues):
-    """An enumeration whose members print as their values, and that contains those values."""
+    """Enum whose members print as their values. `value in MyEnum` works for values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[Any]:
-        """The values."""
+        """Return the values of all members."""
         return [member.value for member in cls]
 
 
 class SageMakerDistributedType(str, enum.Enum):
-    """How a SageMaker job is spread; none is started from here."""
+    """Parallelism of a SageMaker job. drivetrain cannot start SageMaker jobs."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -170,14 +170,14 @@ class SageMakerDistributedType(str, enum.Enum):
 
 
 class ComputeEnvironment(str, enum.Enum):
-    """Where a run is."""
+    """Environment that the run is launched in."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class FP8BackendType(str, enum.Enum):
-    """Which package computes in fp8."""
+    """Package that implements fp8."""
 
     NO = "NO"
     TE = "TE"
@@ -186,7 +186,7 @@ class FP8BackendType(str, enum.Enum):
 
 
 class LoggerType(BaseEnum):
-    """Names of trackers."""
+    """Names of the trackers."""
 
     ALL = "all"
     AIM = "aim"
@@ -201,7 +201,7 @@ class LoggerType(BaseEnum):
 
 
 class PrecisionType(str, BaseEnum):
-    """Names of precisions."""
+    """Values of `mixed_precision`."""
 
     NO = "no"
     FP8 = "fp8"
@@ -210,7 +210,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """Random generators by what draws from them."""
+    """Random generators that can be synchronized across processes."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -226,7 +226,7 @@ class RNGType(BaseEnum):
 
 
 class CustomDtype(enum.Enum):
-    """Number formats that torch has no dtype for."""
+    """Low-precision number formats that have no torch dtype."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -235,7 +235,7 @@ class CustomDtype(enum.Enum):
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Options of tensor parallelism, before `ParallelismConfig` had them."""
+    """Options of tensor parallelism from before `ParallelismConfig` existed."""
 
     tp_size: int = 1
     torch_device_mesh: Any = None
@@ -251,5 +251,5 @@ class DeepSpeedSequenceParallelConfig:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type | None:
-    """The class of this name among those of a module and what is in it; None if there is none."""
+    """Return the class named `name` of a submodule, or None if there is none."""
     return next((type(each) for each in module.modules() if type(each).__name__ == name), None)

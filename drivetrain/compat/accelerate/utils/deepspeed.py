@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration and stand-ins under Accelerate's names."""
+"""DeepSpeed's configuration, dummy optimizer and dummy scheduler under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __getattr__ = absent_names(
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration that is asked by paths such as `"zero_optimization.stage"`.
+    """DeepSpeed configuration whose values are read by paths such as `"zero_optimization.stage"`.
 
     Attributes:
-        config: The configuration; a copy of what was given.
+        config: Copy of the given configuration.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -41,7 +41,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Find out again which stage of ZeRO this is and whether anything is offloaded."""
+        """Recompute the ZeRO stage and the offload flag from the configuration."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = [
             self.get_value(f"zero_optimization.{name}.device") for name in ("offload_optimizer", "offload_param")
@@ -49,7 +49,7 @@ class HfDeepSpeedConfig:
         self._offload = any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section that holds the last part of a path, and that part; None where there is no such section."""
+        """Return the section that contains the last key of a path, and that key. The section may be None."""
         *sections, name = ds_key_long.split(".")
         node: Any = self.config
         for section in sections:
@@ -59,12 +59,12 @@ class HfDeepSpeedConfig:
         return node, name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value at a path."""
+        """Return the value at a path, or `default`."""
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Take out what is at a path."""
+        """Delete the value at a path. Raises `ConfigurationError` if it is missing and `must_exist` is set."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:
             del node[name]
@@ -72,24 +72,24 @@ class HfDeepSpeedConfig:
             raise ConfigurationError(f"The DeepSpeed configuration has no {ds_key_long!r}.")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether the value at a path is set and true."""
+        """Return True if the value at a path is set and true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether the value at a path is set and false."""
+        """Return True if the value at a path is set and false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Whether gradients and optimizer states are sharded."""
+        """Return True for ZeRO stage 2, which shards gradients and optimizer states."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are sharded too."""
+        """Return True for ZeRO stage 3, which also shards parameters."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether anything is kept off the device."""
+        """Return True if parameters or optimizer states are offloaded."""
         return self._offload
 
 
@@ -108,7 +108,7 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The DeepSpeed options in use."""
+    """Return the DeepSpeed plugin in use. Raises `ConfigurationError` if there is none."""
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""DeepSpeed's options with the members that only Accelerate's plugin has."""
+"""DeepSpeed's options with the members of Accelerate's `DeepSpeedPlugin`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from drivetrain.strategies import Strategy
 
 @dataclass
 class DeepSpeedPlugin(EngineDeepSpeedPlugin):
-    """`drivetrain.DeepSpeedPlugin`, as scripts read and change it.
+    """`drivetrain.DeepSpeedPlugin` with the members that scripts for Accelerate read and assign.
 
     Attributes:
-        enable_msamp: Accepted; MS-AMP is a precision.
-        msamp_opt_level: Accepted; MS-AMP is a precision.
+        enable_msamp: Accepted without effect. Select MS-AMP with fp8 precision options.
+        msamp_opt_level: Accepted without effect, like `enable_msamp`.
     """
 
     enable_msamp: bool | None = None
@@ -39,10 +39,10 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
         self._selected = True
 
     def strategy(self) -> Strategy:
-        """The strategy that these options mean.
+        """Return the DeepSpeed strategy with these options.
 
-        Its configuration may name other micro-batches in a step than the loop: what Accelerate's `Accelerator` makes of
-        that is decided there, and a loop that counts for itself, such as that of transformers, gives 1.
+        The configured accumulation steps may differ from the loop's. A loop that counts micro-batches itself, such as
+        transformers' Trainer, passes 1.
         """
         from drivetrain.compat.accelerate.utils.deepspeed_strategy import CountedByTheLoop
 
@@ -50,28 +50,28 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
 
     @property
     def selected(self) -> bool:
-        """Whether these are the options in use."""
+        """True if this is the plugin in use."""
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Take these options from now on."""
+        """Make this the plugin in use."""
         self._selected = True
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """A value of the configuration by its path, such as `"zero_optimization.stage"`."""
+        """Return the configuration value at a path such as `"zero_optimization.stage"`, or `default`."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a value of the configuration is to be filled in."""
+        """Return True if the configuration value at a path is `"auto"`."""
         return bool(self.get_value(ds_key_long) == "auto")
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether modules are sharded while they are made."""
+        """Return True if ZeRO 3 shards modules during their construction."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Run the body with this choice of whether modules are sharded while they are made."""
+        """Turn the sharding of modules during construction on or off for the `with` body."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         try:
             yield
@@ -81,7 +81,7 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
     def deepspeed_config_process(
         self, prefix: str = "", mismatches: Any = None, config: Any = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill in the values of the configuration that are `"auto"`."""
+        """Replace the `"auto"` values of the configuration."""
         part = self.deepspeed_config if config is None else config
         for key, value in list(part.items()):
             path = f"{prefix}{key}"
@@ -93,7 +93,7 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill in one value of the configuration if it is `"auto"`."""
+        """Replace one configuration value if it is `"auto"`."""
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
         found = None if node is None else node.get(key)
         if found == "auto" and ds_key_long not in kwargs:
@@ -107,7 +107,7 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
             mismatches.append(f"- ds {ds_key_long}={found} vs arg {ds_key_long}={kwargs[ds_key_long]}")
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Switch on the section of the configuration that belongs to a precision."""
+        """Enable the configuration's section `fp16` or `bf16`."""
         if mixed_precision in ("fp16", "bf16"):
             self.deepspeed_config.setdefault(mixed_precision, {"enabled": True})
 
@@ -119,7 +119,7 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
 
 
 def _configuration_of(plugin: EngineDeepSpeedPlugin) -> dict[str, Any]:
-    """A configuration that holds what was given by name; the rest is filled in by the strategy."""
+    """Return a configuration from the plugin's arguments. The strategy fills in the rest."""
     zero: dict[str, Any] = {"stage": 2 if plugin.zero_stage is None else plugin.zero_stage}
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(plugin, f"{name}_device")

@@ -1,4 +1,4 @@
-"""The DeepSpeed strategy under loops that count micro-batches by themselves."""
+"""DeepSpeed strategy for training loops that count micro-batches themselves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from drivetrain.strategies.deepspeed import DeepSpeed
 
 
 class CountedByTheLoop(DeepSpeed):
-    """`drivetrain.DeepSpeed`, whose configuration may name another number of micro-batches in a step than the loop."""
+    """`drivetrain.DeepSpeed` whose configured accumulation steps may differ from the loop's."""
 
     def check(self, options: RunOptions) -> None:
-        """Refuse what DeepSpeed cannot compute in; the configuration's number of micro-batches stays as it is."""
+        """Raise for options that DeepSpeed does not support. The configured accumulation steps are kept."""
         counted = options.gradient_accumulation_steps
         in_use = self.config.get("gradient_accumulation_steps")
         if in_use not in (None, "auto"):

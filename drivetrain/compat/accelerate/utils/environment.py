@@ -1,4 +1,4 @@
-"""Environment variables, and what the machine has."""
+"""Read environment variables and hardware properties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 for a word that means yes or no."""
+    """Convert a word such as `"yes"` or `"0"` to 1 or 0, or to a bool. Raises for other words."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ConfigurationError(f"{value!r} is neither of {', '.join(_TRUE)} nor of {', '.join(_FALSE)}.")
@@ -35,7 +35,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first non-negative number that one of these environment variables holds."""
+    """Return the first non-negative integer among these environment variables, or `default`."""
     for key in env_keys:
         value = int(os.environ.get(key, "-1"))
         if value >= 0:
@@ -44,29 +44,29 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """An environment variable as True or False."""
+    """Return an environment variable as a bool."""
     return bool(str_to_bool(os.environ.get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """An environment variable as text."""
+    """Return an environment variable as a string."""
     return os.environ.get(key, str(default))
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the libraries that this process has imported."""
+    """Return those of the given libraries that are imported in this process."""
     return [name for name in library_names if name in sys.modules]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The word for several processes on this machine's devices, and the kind of device."""
+    """Return the distributed type, such as `"MULTI_GPU"`, and the device type, such as `"cuda"`."""
     kind = detect_device_kind().name
     word = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}")
     return word, kind
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Names of the accelerators that torch sees, and how many there are."""
+    """Return the names of the accelerator devices and their count."""
     kind = detect_device_kind()
     if kind.name == "cpu":
         return [], 0
@@ -75,12 +75,12 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether devices may talk to each other directly; NCCL finds that out by itself."""
+    """Return True always: NCCL detects peer-to-peer support itself."""
     return True
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Whether the GPU computes in fp8."""
+    """Return True if the GPU supports fp8 (compute capability 8.9 or higher)."""
     if detect_device_kind().name != "cuda":
         return False
     return bool(torch.get_device_module("cuda").get_device_capability() >= (8, 9))
@@ -88,13 +88,11 @@ def check_cuda_fp8_capability() -> bool:
 
 @dataclass
 class CPUInformation:
-    """This process among those of a CPU run.
+    """Rank and world size of this process in a CPU run.
 
     Attributes:
-        rank: Its rank.
-        world_size: Processes altogether.
-        local_rank: Its rank on this machine.
-        local_world_size: Processes on this machine.
+        rank: Global rank. world_size: Number of processes. local_rank: Rank on this machine. local_world_size: Number
+            of processes on this machine.
     """
 
     rank: int = 0
@@ -104,7 +102,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """This process among those of a run, from the launcher's environment variables."""
+    """Return this process's ranks and world sizes from the launcher's environment variables."""
     found = ProcessEnvironment.detect()
     return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)
 
@@ -119,7 +117,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Run the body without any environment variables, and put them back."""
+    """Clear all environment variables in the `with` body, and restore them afterwards."""
     before = os.environ.copy()
     os.environ.clear()
     try:
@@ -131,7 +129,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Run the body with environment variables, their names in upper case, and put back what was there."""
+    """Set environment variables (names in upper case) in the `with` body, and restore them afterwards."""
     names = {name.upper(): str(value) for name, value in kwargs.items()}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
@@ -150,7 +148,7 @@ def _put_back(variables: Mapping[str, str | None]) -> None:
 
 
 def purge_accelerate_environment(func_or_cls: Definition) -> Definition:
-    """Decorate a test, or a class of tests, so that `ACCELERATE_*` variables are afterwards what they were before.
+    """Decorate a test or test class to restore all `ACCELERATE_*` variables afterwards.
 
     The tests of subclasses are decorated too.
     """
@@ -188,7 +186,7 @@ def _purge_tests(kind: type) -> None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """The variables as lines `NAME=value`; those that would break a line are left out."""
+    """Return the variables as lines `NAME=value`. Skips values that contain spaces, newlines or `;<>`."""
     broken = [name for name, value in current_env.items() if any(each in name + value for each in ";\n<> ")]
     if broken:
         logger.warning(f"Skipped the environment variables {broken}: a name or value has a space or one of ; < >.")
@@ -196,7 +194,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def check_os_kernel() -> None:
-    """Warn about kernels on which processes hang: Linux before 5.5."""
+    """Warn if the Linux kernel is older than 5.5, on which processes can hang."""
     if platform.system() != "Linux":
         return
     from packaging.version import parse

@@ -1,4 +1,4 @@
-"""FSDP's options with the methods that only Accelerate's plugin has."""
+"""FSDP's options with the methods of Accelerate's plugin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FLAGS = {
 
 @dataclass
 class FullyShardedDataParallelPlugin(EngineFSDPPlugin):
-    """`drivetrain.FullyShardedDataParallelPlugin`, as scripts read and change it; the environment gives the rest."""
+    """`drivetrain.FullyShardedDataParallelPlugin` whose defaults come from environment variables."""
 
     def __post_init__(self) -> None:
         self._fill(_WORDS, str)
@@ -57,12 +57,12 @@ class FullyShardedDataParallelPlugin(EngineFSDPPlugin):
                 setattr(self, name, read(value))
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set whether scripts that save by themselves get whole state dicts or shards."""
+        """Choose full or sharded state dicts for scripts that save by themselves."""
         given = getattr(state_dict_type, "name", state_dict_type)
         self.state_dict_type = str(given or "FULL_STATE_DICT").upper()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Take over how modules are grouped from the environment, as `accelerate launch` gives it."""
+        """Set the wrapping policy from the environment variables of `accelerate launch`."""
         chosen = os.environ.get("FSDP_AUTO_WRAP_POLICY")
         if chosen and self.auto_wrap_policy is None:
             self.auto_wrap_policy = chosen.lower()
@@ -72,7 +72,7 @@ class FullyShardedDataParallelPlugin(EngineFSDPPlugin):
                     self.auto_wrap_policy = "no_wrap"
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set the dtype in which parameters are gathered and gradients reduced."""
+        """Set the dtype in which parameters are gathered and gradients are reduced."""
         if self.mixed_precision_policy is None or override:
             name = str(mixed_precision).removeprefix("torch.")
             names = {"bfloat16": "bf16", "float16": "fp16", "no": None, "float32": None}

@@ -1,7 +1,7 @@
-"""Models and optimizers on disk, as scripts that drive sharded training by themselves save and load them.
+"""Save and load models and optimizers for scripts that manage sharded training themselves.
 
-Whole weights are one file, as Accelerate's. Shards, and optimizers, are checkpoints of drivetrain, which load on any
-number of processes and under any strategy.
+Full weights are one file, as with Accelerate. Shards and optimizer states are drivetrain checkpoints, which load with
+any number of processes and any strategy.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ __getattr__ = absent_names(
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers read weights on the first process alone."""
+    """Make transformers read weights on rank 0 only."""
     os.environ["ACCELERATE_USE_FSDP"] = "True"
     os.environ[_EFFICIENT] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers read weights on every process."""
+    """Make transformers read weights on every process."""
     os.environ[_EFFICIENT] = "False"
 
 
@@ -72,7 +72,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a sharded model's weights."""
+    """Save a sharded model's weights to a directory. Call it on all processes."""
     state, adapter_only = accelerator.strategy.state, adapter_only and is_peft_model(model)
     os.makedirs(output_dir, exist_ok=True)
     if _is_whole(fsdp_plugin):
@@ -94,7 +94,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what `save_fsdp_model` wrote; see there for the arguments."""
+    """Load weights that `save_fsdp_model` wrote. The arguments are the same."""
     state = accelerator.strategy.state
     if _is_whole(fsdp_plugin):
         loaded = torch.load(_whole_file(input_dir, model_index), map_location="cpu", weights_only=True)
@@ -112,7 +112,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a sharded model's optimizer."""
+    """Save the optimizer state of a sharded model. Call it on all processes."""
     os.makedirs(output_dir, exist_ok=True)
     named = accelerator.strategy.state.optimizer(model, _bare(optimizer))
     _write(accelerator, _folder(output_dir, OPTIMIZER_NAME, optimizer_index), {"optimizers": [named]})
@@ -128,7 +128,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote; see there for the arguments."""
+    """Load optimizer state that `save_fsdp_optimizer` wrote. The arguments are the same."""
     saved = _read(_folder(input_dir, OPTIMIZER_NAME, optimizer_index))
     accelerator.strategy.state.load_optimizer(model, _bare(optimizer), saved["optimizers"][0])
 
@@ -139,7 +139,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights in a checkpoint as one file, on the main process."""
+    """Merge a checkpoint's weights into one file. Only the main process writes."""
     from safetensors.torch import save_file
 
     from drivetrain.compat.accelerate.state import PartialState
@@ -159,7 +159,7 @@ def merge_fsdp_weights(
 
 
 def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = None) -> set[nn.Parameter]:
-    """The parameters of some modules of a model, moved to the device."""
+    """Return the parameters of the named submodules, moved to the device."""
     if not modules:
         return set()
     if isinstance(modules, str):
@@ -177,14 +177,14 @@ def _is_whole(plugin: Any) -> bool:
 
 
 def _part(state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
-    """The state, or what of it belongs to adapters."""
+    """Return the state dict, or only the adapter weights if `adapter_only`."""
     if not adapter_only:
         return dict(state)
     return {name: value for name, value in state.items() if "lora_" in name or "modules_to_save" in name}
 
 
 def _weights_in(directory: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
-    """The first model's weights in a checkpoint, or in a folder of shards of `torch.distributed.checkpoint`."""
+    """Return the first model's weights from a checkpoint or a folder of distributed shards."""
     folder = None if checkpoint.is_checkpoint(directory) else sharded_model(directory)
     if folder is None:
         weights: Mapping[str, torch.Tensor] = _read(directory)["models"][0]
@@ -211,7 +211,7 @@ def _write(accelerator: Accelerator, directory: Path, engine: dict[str, Any]) ->
 
 
 def _read(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The engine's part of a checkpoint, whole tensors, read by this process alone."""
+    """Read full tensors and the engine state of a checkpoint, on this process only."""
     shared, _ = checkpoint.load_run_state(directory)
     engine: dict[str, Any] = shared["engine"]
     return engine

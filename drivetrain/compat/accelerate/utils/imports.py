@@ -1,4 +1,4 @@
-"""What is installed, and which devices are there: Accelerate's `is_*_available`."""
+"""Checks for installed packages and available devices: Accelerate's `is_*_available`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _DEVICES = {
 
 @functools.cache
 def package_available(name: str) -> bool:
-    """Whether a package can be imported, found without importing it."""
+    """Return True if a package can be imported. The package itself is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -78,7 +78,7 @@ def package_available(name: str) -> bool:
 
 
 def device_available(name: str) -> bool:
-    """Whether there is a device of this kind. Its package is imported if it is installed."""
+    """Return True if a device of this type is available. Imports its package if it is installed."""
     try:
         get_device_kind(name)
     except (ConfigurationError, DeviceNotAvailableError):
@@ -108,27 +108,27 @@ def _asking(name: str, question: Callable[[str], bool], about: str) -> Callable[
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether this torch was built with its process groups."""
+    """Return True if torch was built with `torch.distributed`."""
     return package_available("torch.distributed")
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device computes in bfloat16."""
+    """Return True if the device supports bfloat16."""
     return bool(torch.get_device_module("cuda").is_bf16_supported()) if device_available("cuda") else True
 
 
 def is_fp16_available() -> bool:
-    """Whether the device computes in float16 at its speed."""
+    """Return True if a device other than the CPU is available, since float16 is slow on CPUs."""
     return any(kind.name != "cpu" for kind in available_device_kinds())
 
 
 def is_fp8_available() -> bool:
-    """Whether one of the packages for fp8 is installed."""
+    """Return True if torchao, Transformer Engine or MS-AMP is installed."""
     return any(package_available(name) for name in ("torchao", "transformer_engine", "msamp"))
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether bitsandbytes is installed."""
+    """Return True if bitsandbytes is installed, in `min_version` or newer."""
     if not package_available("bitsandbytes"):
         return False
     if min_version is None:
@@ -139,37 +139,37 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes is installed and runs on more than CUDA."""
+    """Return True if the installed bitsandbytes supports devices other than CUDA."""
     return is_bnb_available("0.46")
 
 
 def is_rocm_available() -> bool:
-    """Whether torch was built for ROCm and sees a device."""
+    """Return True if torch was built for ROCm and a device is available."""
     return getattr(torch.version, "hip", None) is not None and device_available("cuda")
 
 
 def is_xccl_available() -> bool:
-    """Whether torch has Intel's collectives and a device for them."""
+    """Return True if an Intel XPU is available for the XCCL backend."""
     return device_available("xpu")
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether the device is a first Gaudi; such are not supported."""
+    """Return False always: first-generation Gaudi devices are not supported."""
     return False
 
 
 def is_pippy_available() -> bool:
-    """Whether torch has its pipelines, which is always so."""
+    """Return True always: torch includes pipeline parallelism."""
     return True
 
 
 def is_weights_only_available() -> bool:
-    """Whether torch loads without executing pickles, which is always so."""
+    """Return True always: torch supports `weights_only` loading."""
     return True
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether TransformerEngine is there, and a device with block-scaled fp8."""
+    """Return True if Transformer Engine and a GPU with MXFP8 (compute capability 10) are available."""
     return (
         package_available("transformer_engine")
         and device_available("cuda")
@@ -178,7 +178,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and its devices are those that drivetrain would take."""
+    """Return True if torch_xla is installed and, with `check_is_tpu`, an XLA device is available."""
     if not package_available("torch_xla"):
         return False
     if check_is_gpu:
@@ -187,12 +187,12 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def deepspeed_required(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function so that it raises, with the install line, where DeepSpeed is missing."""
+    """Decorate a function to raise an error with the install command if DeepSpeed is missing."""
     return _required(function, "deepspeed", 'pip install "drivetrain[deepspeed]"')
 
 
 def torchao_required(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function so that it raises, with the install line, where torchao is missing."""
+    """Decorate a function to raise an error with the install command if torchao is missing."""
     return _required(function, "torchao", 'pip install "drivetrain[fp8]"')
 
 

@@ -1,4 +1,4 @@
-"""Giving memory back, and batch sizes that fit."""
+"""Free device memory, and find batch sizes that fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory",
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give unused memory back to the devices."""
+    """Free cached memory on all devices, after garbage collection if requested."""
     if garbage_collection:
         gc.collect()
     for kind in available_device_kinds():

@@ -1,4 +1,4 @@
-"""Sizes, tensors and device maps of modules; what loads and offloads weights is absent."""
+"""Sizes, tensors and device maps of modules. Loading and offloading of weights is not provided."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | None = None,
     special_dtypes: dict[str, str | torch.dtype] | None = None,
 ) -> int:
-    """Bytes of all buffers of a model. See `drivetrain.inference.compute_module_sizes`."""
+    """Return the size of all buffers in bytes. See `drivetrain.inference.compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether a model, or what a strategy has put one into, is peft's."""
+    """Return True if a model, once unwrapped, is a `PeftModel`."""
     if not package_available("peft"):
         return False
     from peft import PeftModel
@@ -70,7 +70,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that are not saved."""
+    """Return the names of the non-persistent buffers, which a state dict omits."""
     saved = set(module.state_dict())
     names = {name for name, _ in module.named_buffers(recurse=recurse) if name not in saved}
     return names if fqns else {name.rpartition(".")[2] for name in names}
@@ -79,7 +79,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """The precision's context of the Accelerator that was made last."""
+    """Return the autocast context manager of the Accelerator that was created last."""
     accelerator = latest_accelerator()
     if accelerator is None or not native_amp:
         return contextlib.nullcontext()
@@ -87,7 +87,7 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A loss scaler for the device of this process."""
+    """Create a gradient scaler for this process's device."""
     accelerator = latest_accelerator()
     device = "cpu" if accelerator is None else accelerator.device.type
     return torch.amp.GradScaler(device, **kwargs)

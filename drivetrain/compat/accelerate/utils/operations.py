@@ -72,26 +72,26 @@ __all__ = [
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor cannot be padded."""
+    """Warning that a nested tensor cannot be padded."""
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Whether this is a tensor."""
+    """Return True if the object is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def get_shape(data: Any) -> Any:
-    """The same structure with each tensor's shape, as a list, in its place."""
+    """Return the nested structure with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """The number of rows of the first tensor; None where there is none."""
+    """Return the size of the first tensor's first dimension, or None if there is no tensor."""
     return batch_size_or_none(data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The same structure with 16-bit floats as 32-bit ones."""
+    """Return the nested structure with float16 and bfloat16 tensors converted to float32."""
 
     def convert(each: torch.Tensor) -> torch.Tensor:
         return each.float() if each.dtype in (torch.float16, torch.bfloat16) else each
@@ -100,7 +100,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A forward whose 16-bit outputs are returned in 32 bits."""
+    """Callable that runs a forward method and converts 16-bit outputs to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -111,7 +111,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose 16-bit outputs are returned in 32 bits."""
+    """Wrap a forward method so that 16-bit outputs are converted to float32."""
     converted = ConvertOutputsToFp32(model_forward)
 
     @functools.wraps(model_forward)
@@ -122,7 +122,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the tensor that one process has to all."""
+    """Copy a tensor from the one process that has it to all processes."""
     state = PartialState()
     shapes = gather_object([None if tensor is None else (tuple(tensor.shape), tensor.dtype)])
     owner = next(rank for rank, shape in enumerate(shapes) if shape is not None)
@@ -134,7 +134,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last row until the number of rows is a multiple of the processes."""
+    """Repeat the last row until the batch size is a multiple of the number of processes."""
     missing = -batch_size % num_processes
 
     def pad(each: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def GatheredParameters(
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Run the body with parameters that ZeRO 3 has sharded made whole."""
+    """Gather parameters that ZeRO 3 has sharded, for the `with` body."""
     if not enabled or not package_available("deepspeed"):
         yield
         return

@@ -45,22 +45,22 @@ logger = logging.getLogger("accelerate.utils.other")
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here."""
+    """Block until all processes reach this call."""
     PartialState().wait_for_everyone()
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `torch.compile` made this module."""
+    """Return True if the module is the result of `torch.compile`."""
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether parts of a module are compiled."""
+    """Return True if a submodule is compiled."""
     return any(is_compiled_module(part) for part in module.modules() if part is not module)
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each block of a list of equal blocks, or the whole module where there is no such list."""
+    """Compile each block of a list of equal blocks. Compiles the whole module if there is no such list."""
     repeated = [
         part
         for part in module.modules()
@@ -79,19 +79,19 @@ compile_regions_fsdp2 = compile_regions
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether a parameter is sharded as a DTensor."""
+    """Return True if a parameter is a DTensor."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Over how many processes transformers has split the model's layers; None if it has not."""
+    """Return the tensor-parallel size that transformers used for the model, or None."""
     return getattr(model, "tp_size", None)
 
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's own module behind what a strategy has put around it."""
+    """Return the user's module without the wrappers of the strategy."""
     accelerator = latest_accelerator()
     if accelerator is not None:
         return accelerator.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -103,7 +103,7 @@ _ADDED_BY_SCRIPTS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
-    """Return a module without torch's own wrappers for several devices; a compiled one may stay compiled."""
+    """Remove torch's data-parallel wrappers from a module. A compiled module may stay compiled."""
     bare: Any = model
     compiled: Any = None
     while is_compiled_module(bare) or isinstance(bare, _ADDED_BY_SCRIPTS):
@@ -119,7 +119,7 @@ def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict in which each storage occurs once and every tensor is contiguous, as safetensors needs it."""
+    """Return a state dict without shared storages, with contiguous tensors, as safetensors requires."""
     seen: set[tuple[torch.device, int, torch.Size]] = set()
     kept: dict[str, torch.Tensor] = {}
     shared: list[str] = []
@@ -138,7 +138,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object to a file on the main process."""
+    """Save an object to a file on the main process."""
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
@@ -151,12 +151,12 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what `torch.save` wrote, without executing what is in it."""
+    """Load a file that `torch.save` wrote, by default with `weights_only=True`."""
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of an object, or of its class."""
+    """Return the qualified name of an object or of its class."""
     for owner in (obj, type(obj)):
         for attribute in ("__qualname__", "__name__"):
             name = getattr(owner, attribute, None)
@@ -166,7 +166,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Put the values of one nested dict into another."""
+    """Merge a nested dict into another one, and return the latter."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -176,20 +176,20 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something listens on a port of this machine; 29500 if None."""
+    """Return True if a process listens on a port of this machine, 29500 by default."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", int(port or 29500))) == 0
 
 
 def get_free_port() -> int:
-    """A port on which nothing listens."""
+    """Return a port that is not in use."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in the largest unit that fits."""
+    """Format a number of bytes in the largest unit that fits."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -198,14 +198,14 @@ def convert_bytes(size: float) -> str:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """An attribute by its path, such as `"model.layers.0"`."""
+    """Return an attribute by its dotted path, such as `"model.layers.0"`."""
     for name in attr.split("."):
         obj = getattr(obj, name)
     return obj
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules, each after those within it."""
+    """Return all submodules so that children come before their parents."""
     named = [(name, module) for name, module in model.named_modules()]
     named.sort(key=lambda each: -len(re.findall(r"\.", each[0])) - bool(each[0]))
     return named if return_fqns else [module for _, module in named]

@@ -1,4 +1,4 @@
-"""Seeding, and the same random state on all processes."""
+"""Seed generators, and synchronize random states across processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes the random state of the first."""
+    """Copy rank 0's random state of one generator to all processes."""
     name = getattr(rng_type, "value", rng_type)
     if name == "generator":
         if generator is None:
@@ -33,6 +33,6 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: Sequence[Any], generator: torch.Generator | None = None) -> None:
-    """Give all processes several random states of the first; see `synchronize_rng_state`."""
+    """Copy rank 0's random states of several generators to all processes."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)

@@ -1,4 +1,4 @@
-"""A progress bar that one process of a machine shows."""
+"""A progress bar that one process per machine shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drivetrain.runtime.state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm`, shown by the first process of each machine alone."""
+    """Return `tqdm.auto.tqdm`, shown only on the first process of each machine."""
     if main_process_only and not PartialState().is_local_main_process:
         kwargs["disable"] = True
     return _tqdm(*args, **kwargs)

@@ -16,5 +16,5 @@ __getattr__ = absent_names(
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a model has TransformerEngine's layers."""
+    """Return True if a model contains Transformer Engine's layers."""
     return any(type(module).__module__.startswith("transformer_engine.") for module in model.modules())

@@ -1,4 +1,4 @@
-"""Comparing versions."""
+"""Compare versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether a library's version, or a version, stands in a relation to another."""
+    """Compare a library's version, or a version, with another version."""
     from packaging.version import parse
 
     if operation not in STR_OPERATION_TO_FUNC:
@@ -23,7 +23,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version stands in a relation to another, as in `is_torch_version(">=", "2.9")`."""
+    """Compare torch's version, as in `is_torch_version(">=", "2.9")`."""
     from packaging.version import parse
 
     return compare_versions(parse(parse(torch.__version__).base_version), operation, version)

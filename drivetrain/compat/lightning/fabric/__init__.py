@@ -1,4 +1,4 @@
-"""`lightning.fabric`, or `lightning_fabric`: a thin face of the Accelerator, and what it shares with the Trainer."""
+"""`lightning.fabric`, also `lightning_fabric`: Fabric on top of the Accelerator, and code shared with the Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Fabric`: the Accelerator, as a raw loop written for Fabric calls it."""
+"""`Fabric`, implemented with the Accelerator, for custom training loops."""
 
 from __future__ import annotations
 
@@ -48,36 +48,36 @@ from drivetrain.trainer.setup import make_accelerator
 
 
 class Processes:
-    """What a loop asks of all processes."""
+    """Mixin of Fabric with the collectives."""
 
     accelerator: Accelerator
     _strategy: Any
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process."""
+        """Print on the main process only."""
         self.accelerator.print(*args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
+        """Block until all processes reach this call."""
         self._strategy.barrier(name=name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give all processes one process's object."""
+        """Send an object from rank `src` to all processes. Returns it."""
         return self._strategy.broadcast(obj, src=src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one."""
+        """Stack tensors of all processes along a new first dimension. One process gets its tensors back unchanged."""
         gather = partial(self._strategy.all_gather, group=group, sync_grads=sync_grads)
         return recursively_apply(gather, self._on_device(data))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over all processes."""
+        """Reduce tensors across all processes."""
         reduce = partial(self._strategy.all_reduce, group=group, reduce_op=reduce_op)
         return recursively_apply(reduce, self._on_device(data))
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """Let the first process run the body before the others."""
+        """Run the `with` body on rank 0 (or local rank 0) before the other ranks."""
         engine = self.accelerator
         first = engine.local_main_process_first() if local else engine.main_process_first()
         with first:
@@ -91,14 +91,14 @@ class Processes:
 
 
 class Stepping:
-    """What a loop does with a loss and its gradients."""
+    """Mixin of Fabric for backward passes, gradient clipping and autocast."""
 
     accelerator: Accelerator
     _guard: BackwardGuard
     _strategy: Any
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, in place of `loss.backward()`."""
+        """Run the backward pass of a loss. Use it in place of `loss.backward()`."""
         self._guard.is_inside = True
         try:
             self._strategy.backward(tensor, model and forward_module(model), *args, **kwargs)
@@ -114,7 +114,7 @@ class Stepping:
         norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip gradients, by value or by norm."""
+        """Clip gradients by value or by norm. Returns the norm, or None when clipping by value."""
         if (clip_val is None) is (max_norm is None):
             raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.")
         bare = forward_module(module), unwrap_optimizer(optimizer)
@@ -127,11 +127,11 @@ class Stepping:
         return norm
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in the number format in the body."""
+        """Return a context manager that runs its body in the run's precision."""
         return self.accelerator.autocast()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Let backwards in the body exchange nothing, to accumulate gradients."""
+        """Return a context manager that skips gradient synchronization, for gradient accumulation."""
         bare = getattr(module, "_orig_mod", module)
         if not isinstance(bare, FabricModule):
             raise ArgumentTypeError(
@@ -142,7 +142,7 @@ class Stepping:
 
 
 def forward_module(module: nn.Module) -> nn.Module:
-    """What the strategy made of a module that `Fabric.setup` returned; any other module as it is."""
+    """Return the wrapper that the strategy created for a Fabric module. Other modules are returned unchanged."""
     bare = getattr(module, "_orig_mod", module)
     return bare.get_submodule("_forward_module") if isinstance(bare, FabricModule) else module
 
@@ -151,7 +151,7 @@ def forward_module(module: nn.Module) -> nn.Module:
 
 
 class StateFiles:
-    """What a loop keeps."""
+    """Mixin of Fabric that saves and loads checkpoints."""
 
     _strategy: Any
 
@@ -161,7 +161,7 @@ class StateFiles:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a state: modules and optimizers as their states, anything else as it is; call it on all processes."""
+        """Save a dict of modules, optimizers and other values to a checkpoint. Call it on all processes."""
         _check_filter(filter, state)
         self._strategy.save_checkpoint(path=path, state=_unwrapped(state), filter=filter)
 
@@ -173,7 +173,7 @@ class StateFiles:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a state that `save` wrote, into modules and optimizers."""
+        """Load a checkpoint of `save` into the given modules and optimizers. Returns the entries without a target."""
         bare = None if state is None else _unwrapped(state)
         rest: dict[str, Any] = self._strategy.load_checkpoint(
             path=path, state=bare, strict=strict, weights_only=weights_only
@@ -192,7 +192,7 @@ class StateFiles:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Read the state of one module or optimizer."""
+        """Load a file that holds the state of a single module or optimizer."""
         self._strategy.load_checkpoint(path=path, state=_bare(obj), strict=strict, weights_only=weights_only)
 
 
@@ -201,7 +201,7 @@ def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bare(value: Any) -> Any:
-    """What the strategy made of a module, and an optimizer as it was, in the place of what Fabric made of them."""
+    """Return the strategy's module or the original optimizer behind Fabric's wrapper."""
     if isinstance(value, nn.Module):
         return forward_module(value)
     return value.optimizer if isinstance(value, PreparedOptimizer) else value
@@ -229,25 +229,25 @@ def _check_filter(given: Any, state: Mapping[str, Any]) -> None:
 
 
 class Reporting:
-    """What a loop reports, and to whom."""
+    """Mixin of Fabric for logging and callbacks."""
 
     accelerator: Accelerator
     _callbacks: list[Any]
     _loggers: list[Any]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Write one value."""
+        """Log one value."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values, on the main process."""
+        """Log several values on the main process."""
         numbers = convert_tensors_to_scalars(dict(metrics))
         if self.accelerator.is_main_process:
             for logger in self._loggers:
                 logger.log_metrics(metrics=numbers, step=step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it, with those of the keywords that it takes."""
+        """Call a hook on every callback that defines it, with the keyword arguments that its signature accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -262,7 +262,7 @@ class Reporting:
 
 
 def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those keywords that a method takes; all where this cannot be found out."""
+    """Return the keyword arguments that a method accepts, or all if its signature is unknown."""
     try:
         parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):
@@ -276,20 +276,20 @@ def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str,
 
 
 class Preparing(Reporting):
-    """What a loop sets up before it runs."""
+    """Mixin of Fabric that prepares modules, optimizers and data loaders."""
 
     _guard: BackwardGuard
     _strategy: Any
 
     @property
     def device(self) -> torch.device:
-        """This process's device."""
+        """Device of this process."""
         return self.accelerator.device
 
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Prepare a module and its optimizers."""
+        """Prepare a module together with its optimizers and scheduler."""
         _refuse_prepared("model", "setup", [module])
         _refuse_prepared("optimizer", "setup", optimizers)
         engine = self.accelerator
@@ -307,12 +307,12 @@ class Preparing(Reporting):
         return tuple(parts) if len(parts) > 1 else wrapped
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
-        """Prepare a module alone."""
+        """Prepare a module without optimizers."""
         _refuse_prepared("model", "setup_module", [module])
         return self.setup(module, move_to_device=move_to_device)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers of a module that was prepared before."""
+        """Prepare optimizers of a module that `setup_module` has prepared."""
         _refuse_prepared("optimizer", "setup_optimizers", optimizers)
         prepared = tuple(self.accelerator.prepare_optimizer(each) for each in optimizers)
         self._announce_steps(prepared)
@@ -321,7 +321,7 @@ class Preparing(Reporting):
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Prepare loaders."""
+        """Prepare data loaders: shard their data across processes and move batches to the device."""
         if not dataloaders:
             raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.")
         _refuse_prepared("dataloader", "setup_dataloaders", dataloaders)
@@ -341,26 +341,26 @@ class Preparing(Reporting):
         return prepared if len(prepared) > 1 else prepared[0]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Make modules in the body on the device, in the number format, or as the strategy wants them."""
+        """Create modules in the `with` body on the device, in the run's precision, or sharded by the strategy."""
         context: AbstractContextManager[Any] = self._strategy.module_init_context(empty_init=empty_init)
         return context
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """The same, under the name that it had before."""
+        """Call `init_module`. Deprecated."""
         rank_zero_deprecation("`Fabric.sharded_model()` is deprecated. Use `Fabric.init_module()`.")
         return self.init_module()
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """Make tensors in the body on the device, in the number format."""
+        """Create tensors in the `with` body on the device, in the run's precision."""
         context: AbstractContextManager[Any] = self._strategy.tensor_init_context()
         return context
 
     def to_device(self, obj: Any) -> Any:
-        """Move a module, a tensor or nested data to the device."""
+        """Move a module, a tensor or a nested structure to this process's device."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
 
     def _announce_steps(self, optimizers: Any) -> None:
-        """Let callbacks that have `on_after_optimizer_step` see each step."""
+        """Call the callback hook `on_after_optimizer_step` after each step of these optimizers."""
         if not any(hasattr(each, "on_after_optimizer_step") for each in self._callbacks):
             return
         for prepared in optimizers:
@@ -390,14 +390,14 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _nothing(fabric: Fabric) -> None:
-    """What `launch` runs where nothing is given."""
+    """Do nothing. `launch` calls this if it gets no function."""
 
 
 class Fabric(Preparing, Stepping, Processes, StateFiles):
-    """A raw loop's hold on devices, processes and number formats.
+    """Lightning's Fabric: devices, processes and precision for a custom training loop.
 
     Attributes:
-        accelerator: The engine that does the work.
+        accelerator: The `drivetrain.Accelerator` that runs the loop.
     """
 
     def __init__(
@@ -437,14 +437,14 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed Python's, NumPy's and torch's generators."""
+        """Seed the random generators of Python, NumPy and torch. Returns the seed."""
         return seed_everything(seed, workers is not False, verbose)
 
     # this process
 
     @property
     def strategy(self) -> Any:
-        """The strategy, with Lightning's members beside its own."""
+        """The strategy, with Lightning's members in addition to its own."""
         return self._strategy
 
     @property
@@ -459,7 +459,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine."""
+        """Index of this machine."""
         return int(self._strategy.node_rank)
 
     @property
@@ -469,7 +469,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the main process."""
+        """True on the main process."""
         return self.accelerator.is_main_process
 
     @property
@@ -485,7 +485,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
     # launching
 
     def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
-        """Run a function in every process; they are there already, but for a strategy that starts them for it."""
+        """Run a function in every process. Starts processes only if the strategy is a spawning one."""
         _check_launched(function, started_by_verbs(self._asked) is not None)
         spawning = self.accelerator.strategy
         if isinstance(spawning, StartsProcesses):
@@ -494,11 +494,11 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         return function(self, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Override it for code that `Fabric` subclasses run."""
+        """Run the training. Subclasses of `Fabric` override this."""
 
 
 def _needs_own_backward(engine: Accelerator) -> bool:
-    """Whether a plain `loss.backward()` would leave something out."""
+    """Return True if a plain `loss.backward()` would skip gradient scaling or work of the strategy."""
     is_own = type(engine.strategy).backward is not Strategy.backward
     return is_own or isinstance(engine.precision, MixedPrecision)
 
@@ -506,7 +506,7 @@ def _needs_own_backward(engine: Accelerator) -> bool:
 def _launched(
     kind: type[Fabric], made_with: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """What each process runs that `launch` starts."""
+    """Create a Fabric and call the function with it. This runs in each process that `launch` starts."""
     return function(kind(**made_with), *args, **kwargs)
 
 

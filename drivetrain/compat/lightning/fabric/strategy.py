@@ -1,4 +1,4 @@
-"""`fabric.strategy`: what Fabric's methods call, so that a script can replace a part of it."""
+"""`fabric.strategy`: the methods behind Fabric's API, which a script can override."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Filter = Callable[[str, Any], bool]
 
 
 class FabricStrategy(StrategyView):
-    """The strategy of a raw loop, with what Lightning's strategies do for one."""
+    """Strategy of a custom training loop, with the methods of Lightning's strategies."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.strategy, accelerator.precision.name)
@@ -30,12 +30,12 @@ class FabricStrategy(StrategyView):
     # gradients
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss."""
+        """Run the backward pass of a loss."""
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self._accelerator.backward(tensor, **named, **kwargs)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip each element of gradients."""
+        """Clip each gradient element to the range [-clip_val, clip_val]."""
         self._accelerator.clip_grad_value_(module.parameters(), clip_val)
 
     def clip_gradients_norm(
@@ -46,7 +46,7 @@ class FabricStrategy(StrategyView):
         norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the norm of gradients. Returns what it was before."""
+        """Clip the gradient norm. Returns the norm before clipping."""
         norm: Tensor = self._accelerator.clip_grad_norm_(module.parameters(), max_norm, float(norm_type))
         if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
@@ -55,16 +55,16 @@ class FabricStrategy(StrategyView):
     # states
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state of a module; call it on all processes."""
+        """Return the full state dict of a module. Call it on all processes."""
         state: dict[str, Any] = self._accelerator.get_state_dict(module)
         return state
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Give a module a state."""
+        """Load a state dict into a module."""
         self._accelerator.unwrap_model(module).load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer."""
+        """Return the state dict of an optimizer."""
         return optimizer.state_dict()
 
     def save_checkpoint(
@@ -74,7 +74,7 @@ class FabricStrategy(StrategyView):
         storage_options: Any = None,
         filter: Mapping[str, Filter] | None = None,
     ) -> None:
-        """Write a state: of modules and other objects that have one theirs, anything else as it is."""
+        """Save a dict of values. Objects with a `state_dict` method are saved by it."""
         written = {name: self._state_of(value) for name, value in state.items()}
         for name, keeps in (filter or {}).items():
             if isinstance(written[name], Mapping):
@@ -92,7 +92,7 @@ class FabricStrategy(StrategyView):
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a file that `save_checkpoint` or `torch.save` wrote."""
+        """Load a file that `save_checkpoint` or `torch.save` wrote."""
         found = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
         if isinstance(state, nn.Module | Optimizer):
             self._fill(state, found, strict)
@@ -113,7 +113,7 @@ class FabricStrategy(StrategyView):
         return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
     def _fill(self, target: Any, value: Any, strict: bool) -> bool:
-        """Give an object a state. Returns whether it takes one."""
+        """Load a state dict into an object. Returns False if the object has no `load_state_dict`."""
         if isinstance(target, nn.Module):
             self.load_module_state_dict(target, value, strict)
         elif callable(getattr(target, "load_state_dict", None)):

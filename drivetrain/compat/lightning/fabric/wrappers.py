@@ -1,4 +1,4 @@
-"""`FabricModule`, `FabricDataLoader` and what else `Fabric.setup` makes, also for a `LightningModule`."""
+"""`FabricModule`, `FabricDataLoader` and the other wrappers that `Fabric.setup` creates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class BackwardGuard:
-    """Refuses a backward that Fabric does not run, where the number format or the strategy needs it to.
+    """Raise on `loss.backward()` if the precision or strategy requires `fabric.backward(loss)`.
 
     Attributes:
         is_inside: Whether Fabric runs one now.
@@ -37,7 +37,7 @@ class BackwardGuard:
         self.is_needed, self.is_inside = is_needed, False
 
     def watch(self, output: Any) -> Any:
-        """See the backward of whatever of a model's output needs gradients."""
+        """Register backward hooks on the output tensors that require gradients. Returns the output."""
         recursively_apply(self._watch_tensor, output)
         return output
 
@@ -55,10 +55,10 @@ class BackwardGuard:
 
 
 class FabricModule(nn.Module):
-    """A module as `Fabric.setup` returns it: calls go through the strategy's wrapper, attributes are the module's own.
+    """Wrapper of a module. Calls run the strategy's wrapper, and attributes are the module's own.
 
-    The steps of a `LightningModule`, and methods given to `mark_forward_method`, go through the wrapper too. Any other
-    method that calls a part of the module past the wrapper is refused, since gradients would not be reduced.
+    The steps of a `LightningModule`, and methods given to `mark_forward_method`, go through the wrapper too. Other
+    methods that call a submodule directly raise an error, since their gradients would not be reduced.
     """
 
     def __init__(
@@ -80,36 +80,36 @@ class FabricModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module itself."""
+        """The original module."""
         original: nn.Module = self._original_module
         return original
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         found = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
         return found or self._placed_on or torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
+        """Dtype of the floating-point parameters, torch's default dtype if there are none."""
         found = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
         return next(found, torch.get_default_dtype())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, through the strategy's wrapper."""
+        """Run the module's forward through the strategy's wrapper."""
         return self._guard.watch(self._forward_module(*args, **kwargs))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module itself, under its own names."""
+        """Return the original module's state dict, without wrapper prefixes."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state of the module itself."""
+        """Load a state dict into the original module."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let a method of the module go through the strategy's wrapper from now on."""
+        """Route a method of the module through the strategy's wrapper, like `forward`."""
         if not isinstance(method, str) and not inspect.ismethod(method):
             raise ArgumentTypeError(f"Expected a method or a string, but got: {type(method).__name__}")
         name = method if isinstance(method, str) else method.__name__
@@ -190,14 +190,14 @@ class FabricModule(nn.Module):
 
 
 class FabricDataLoader:
-    """A loader as `Fabric.setup_dataloaders` returns it; everything else is the loader's own."""
+    """Wrapper of a data loader. Attributes are the loader's own."""
 
     def __init__(self, dataloader: Any, device: torch.device | None = None) -> None:
         self._dataloader, self._device, self._passes = dataloader, device, 0
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches are moved to."""
+        """Device that batches are moved to, or None if they are not moved."""
         return self._device
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ class FabricDataLoader:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Whether Fabric has prepared an object."""
+    """Return True if Fabric has prepared the object."""
     bare = getattr(obj, "_orig_mod", obj)
     return isinstance(bare, FabricModule | FabricDataLoader | PreparedOptimizer | PreparedLoader)
 
@@ -237,7 +237,7 @@ _OF_FABRIC = ("global_rank", "local_rank", "node_rank", "world_size", "is_global
 
 
 class FabricSide:
-    """Takes the place of `module.trainer`, and of the module's methods that need one."""
+    """Stand-in for `module.trainer` when a `LightningModule` runs under Fabric."""
 
     def __init__(self, fabric: Any, module: Any = None, wrapped: Any = None, optimizers: Any = ()) -> None:
         self.fabric = fabric
@@ -269,13 +269,13 @@ class FabricSide:
         return found
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **_: Any) -> None:
-        """Write a value; what concerns epochs and bars has no meaning here."""
+        """Log a value. Arguments about epochs are not supported here."""
         self.log_dict({name: value}, prog_bar, logger)
 
     def log_dict(
         self, dictionary: Mapping[str, Any], prog_bar: bool = False, logger: bool | None = None, **_: Any
     ) -> None:
-        """Write values."""
+        """Log several values. Raises `ConfigurationError` for nested dicts."""
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise ConfigurationError(
@@ -290,11 +290,11 @@ class FabricSide:
             self.fabric.log_dict(dictionary)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer that was set up with the module, or the list of them."""
+        """Return the optimizer that was set up with the module, or a list if there are several."""
         return self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients."""
+        """Run the backward pass of a loss."""
         self.fabric.backward(loss, *args, **kwargs)
 
     def clip_gradients(
@@ -310,7 +310,7 @@ class FabricSide:
 
 
 def attach(fabric: Preparing, module: Task, wrapped: Any, optimizers: Any) -> None:
-    """Let a module, and the Lightning modules in it, find Fabric where they would find a Trainer."""
+    """Make `trainer` of a module, and of Lightning modules inside it, refer to Fabric."""
     for each in module.modules():
         if isinstance(each, Task):
             side: Any = FabricSide(fabric, each, wrapped, optimizers)

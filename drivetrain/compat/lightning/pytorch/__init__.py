@@ -1,4 +1,4 @@
-"""`lightning.pytorch`, or `pytorch_lightning`: the Trainer and what it runs."""
+"""`lightning.pytorch`, also `pytorch_lightning`: the Trainer, modules, callbacks and loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of classes in configurations: Lightning's, where the mirror stands for it."""
+"""Class paths in configuration files: Lightning's names for the mirror's classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OURS = re.compile(r"\bdrivetrain(?:\.\w+)+")
 
 
 def as_lightning(values: Any) -> Any:
-    """Replace the paths of drivetrain's classes by those that Lightning has for them, in place."""
+    """Replace drivetrain's class paths in nested values by Lightning's, in place."""
     if not _is_installed():
         return values
     if isinstance(values, list):
@@ -30,19 +30,19 @@ def as_lightning(values: Any) -> Any:
 
 
 def as_lightning_text(text: str) -> str:
-    """Replace the paths of drivetrain's classes by those that Lightning has for them, in a file's text."""
+    """Replace drivetrain's class paths in a text by Lightning's."""
     return _OURS.sub(lambda found: _lightning_path(found[0]), text) if _is_installed() else text
 
 
 def _is_installed() -> bool:
-    """Whether imports of `lightning` give the mirror."""
+    """Return True if `import lightning` resolves to the mirror."""
     loaded = sys.modules.get("lightning")
     return loaded is not None and loaded.__name__ == "drivetrain.compat.lightning"
 
 
 @cache
 def _lightning_path(path: str) -> str:
-    """The path that Lightning has for a class; the same path where it has none."""
+    """Return Lightning's path of a class, or the same path if Lightning has none."""
     if path.startswith("drivetrain.compat.lightning."):
         return path.removeprefix("drivetrain.compat.")
     module, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""The command line under Lightning's names: options, variables and files are as there."""
+"""`LightningCLI` with Lightning's options, environment variables and configuration files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ show_all_arguments(Trainer)
 
 
 class LightningArgumentParser(TrainerArgumentParser):
-    """`drivetrain.TrainerArgumentParser` with Lightning's variables and names."""
+    """`drivetrain.TrainerArgumentParser` with Lightning's environment variables and names."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LightningArgumentParser(TrainerArgumentParser):
         subclass_mode: bool = False,
         required: bool = True,
     ) -> list[str]:
-        """Add the arguments of a constructor; see `add_class_args`."""
+        """Add the arguments of a class's constructor. See `add_class_args`."""
         return self.add_class_args(lightning_class, nested_key, subclass_mode, required)
 
 
@@ -91,7 +91,7 @@ _OF_CALLBACKS = {"EarlyStopping": {"restore_best_weights": False, "start_from_ep
 
 
 def _without_unset(config: Any) -> Any:
-    """A configuration without the unset arguments of a Trainer and its callbacks that only the mirror has."""
+    """Return the configuration without unset arguments that only the mirror has."""
     kept = config.clone()
     defaults = inspect.signature(Trainer.__init__).parameters
     for values in (kept, *vars(kept).values()):  # of one verb, or of all
@@ -112,7 +112,7 @@ def _without_unset(config: Any) -> Any:
 
 
 def _without_resume(config: Any) -> Any:
-    """A configuration without `fit`'s argument that only the mirror has, where it is not set."""
+    """Return the configuration without the `resume` argument of `fit` if it is not set."""
     kept = config.clone()
     for values in (kept, *vars(kept).values()):
         if hasattr(getattr(values, "trainer", None), "pop") and values.get("resume") is None:
@@ -121,7 +121,7 @@ def _without_resume(config: Any) -> Any:
 
 
 class LightningCLI(TrainerCLI):
-    """`drivetrain.TrainerCLI` for what Lightning's scripts define, with its seeds and variables."""
+    """`drivetrain.TrainerCLI` with the seed arguments and environment variables of Lightning's CLI."""
 
     base_model = LightningModule
     base_data = LightningDataModule
@@ -168,7 +168,7 @@ class LightningCLI(TrainerCLI):
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what stands for the module's `configure_optimizers`; override it to change how a schedule is used."""
+        """Return the result for `configure_optimizers`. Override it to change the scheduler's configuration."""
         return TrainerCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
     def warn(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Reading and writing of Accelerate's configuration files, and the path of the default one."""
+"""Read and write Accelerate's configuration files, and locate the default one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ default_config_file = default_yaml_config_file
 
 
 class BaseConfig:
-    """What a configuration file holds, as attributes."""
+    """Values of a configuration file, as attributes."""
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -35,29 +35,29 @@ class BaseConfig:
         self.__dict__.update(copy.deepcopy(self._DEFAULTS) | values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of the file, without those that have no value."""
+        """Return the configuration as a dict, without keys whose value is None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Self:
-        """Read a YAML file."""
+        """Read a configuration from a YAML file."""
         return cls(**_read(default_yaml_config_file if yaml_file is None else yaml_file))
 
     from_json_file = from_yaml_file
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write a YAML file."""
+        """Write the configuration to a YAML file."""
         import yaml
 
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write a JSON file."""
+        """Write the configuration to a JSON file."""
         Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class ClusterConfig(BaseConfig):
-    """Content of a configuration file for this machine or a cluster."""
+    """Configuration for this machine or a cluster."""
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {
         **BaseConfig._DEFAULTS,
@@ -72,7 +72,7 @@ class ClusterConfig(BaseConfig):
 
 
 class SageMakerConfig(BaseConfig):
-    """Content of a configuration file for SageMaker. drivetrain starts no jobs there."""
+    """Configuration for SageMaker. drivetrain cannot start SageMaker jobs."""
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:

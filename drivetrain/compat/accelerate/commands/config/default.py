@@ -1,4 +1,4 @@
-"""Writing a configuration file for this machine."""
+"""Write a configuration file for this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.runtime.devices import detect_device_kind
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Any:
-    """Write a configuration file for this machine."""
+    """Write a configuration file for this machine. Returns its path, or False if the file exists."""
     path = Path(default_json_config_file if save_location is None else save_location)
     if path.exists():
         return False

@@ -1,4 +1,4 @@
-"""Kinds of devices by name."""
+"""Registry of accelerator classes by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CSVLogger`, with Fabric's names of its directories."""
+"""`CSVLogger` with Fabric's directory arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CSVLogger"]
 
 
 class CSVLogger(files.CSVLogger):
-    """Writes `metrics.csv` into `<root_dir>/<name>/version_<n>`."""
+    """Logger that writes `metrics.csv` to `<root_dir>/<name>/version_<n>`."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class CSVLogger(files.CSVLogger):
 
     @property
     def root_dir(self) -> str:
-        """The directory of all runs."""
+        """Parent directory of all runs."""
         return self._root_dir
 
 

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger`, with Fabric's names of its directories."""
+"""`TensorBoardLogger` with Fabric's directory arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger(files.TensorBoardLogger):
-    """Writes event files into `<root_dir>/<name>/version_<n>`."""
+    """Logger that writes TensorBoard event files to `<root_dir>/<name>/version_<n>`."""
 
     def __init__(
         self,
@@ -30,15 +30,15 @@ class TensorBoardLogger(files.TensorBoardLogger):
 
     @property
     def root_dir(self) -> str:
-        """The directory of all runs, as it was given."""
+        """Parent directory of all runs, as passed to the constructor."""
         return self._given_root
 
     @property
     def log_dir(self) -> str:
-        """The directory that the event files are written in."""
+        """Directory of the event files."""
         inner = [self.sub_dir] if self.sub_dir else []
         return os.path.join(self.run_directory.path, *inner)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Trace a model and write its structure."""
+        """Trace a model on `input_array`, and log its graph."""
         super().log_graph(model.module if isinstance(model, FabricModule) else model, input_array)

@@ -1,4 +1,4 @@
-"""Plugins: number formats, cluster environments and what writes checkpoints; what replaces machinery is not here."""
+"""Plugins for precision, cluster environments and checkpoint IO, without those that replace Lightning's internals."""
 
 from __future__ import annotations
 

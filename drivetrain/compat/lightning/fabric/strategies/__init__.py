@@ -1,4 +1,4 @@
-"""Strategies, by Lightning's class names: the same as for the Trainer."""
+"""Strategies under Lightning's class names, the same as those of the Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tools that the Trainer and Fabric share."""
+"""Utilities that the Trainer and Fabric share."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Move the tensors of nested data."""
+    """Move the tensors of a nested structure to a device."""
     return send_to_device(batch, torch.device(device))
 
 
 def measure_flops(model: torch.nn.Module, forward_fn: Any, loss_fn: Any = None) -> int:
-    """Count floating-point operations of a forward, and of the backward if there is a loss."""
+    """Count the floating-point operations of a forward pass, and of the backward pass if `loss_fn` is given."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -49,12 +49,12 @@ def measure_flops(model: torch.nn.Module, forward_fn: Any, loss_fn: Any = None) 
 
 
 def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: int = 3) -> bool:
-    """Whether all machines of a run see the same files: so where there is one."""
+    """Return True if all machines share a file system, which is assumed for one machine only."""
     return bool(strategy.topology.environment.num_nodes == 1)
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Show no warnings of what may be a mistake."""
+    """Suppress warnings of the category `PossibleUserWarning`."""
     filterwarnings("ignore", module=module, category=PossibleUserWarning)
 
 

@@ -1,4 +1,4 @@
-"""Nested data."""
+"""Functions for nested structures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["convert_tensors_to_scalars", "move_data_to_device"]
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """Turn every tensor into its number."""
+    """Replace each one-element tensor in a nested structure by its number."""
     return recursively_apply(_number, data)
 
 

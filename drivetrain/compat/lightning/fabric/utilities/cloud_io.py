@@ -1,4 +1,4 @@
-"""Files on any file system."""
+"""Access to local and remote file systems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """The file system of fsspec that a path or URL is on."""
+    """Return the fsspec file system of a path or URL."""
     from fsspec.core import url_to_fs
 
     return url_to_fs(os.fspath(path), **kwargs)[0]

@@ -1,4 +1,4 @@
-"""What loaders and data sets are like."""
+"""Properties of data loaders and datasets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["AttributeDict", "has_iterable_dataset", "has_len", "sized_len", "sug
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Whether a loader reads an `IterableDataset`."""
+    """Return True if a data loader reads an `IterableDataset`."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def sized_len(dataloader: object) -> int | None:
-    """The length of a loader; None where it has none."""
+    """Return the length of a data loader, or None if it has none."""
     sized: Any = dataloader
     try:
         return len(sized)
@@ -28,7 +28,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Whether a loader has a length."""
+    """Return True if a data loader has a length. Warns if the length is 0."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length. Please make sure this was your intention.")
@@ -41,12 +41,12 @@ def has_len(dataloader: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """How many workers each process of a machine can have, so that all cores are used once."""
+    """Return the number of CPU cores per process, as the limit for data loader workers."""
     if local_world_size < 1:
         raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
     return max(1, _num_cpus_available() // local_world_size - 1)
 
 
 def _num_cpus_available() -> int:
-    """The cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What only the first process does."""
+"""Functions that run on rank 0 only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 class LightningDeprecationWarning(DeprecationWarning):
-    """What Lightning's deprecations warn with."""
+    """Warning category of Lightning's deprecations."""
 
 
 def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
-    """Let a function run on the first process alone."""
+    """Decorate a function to run on rank 0 only. Other ranks return `default`."""
 
     @wraps(function)
     def on_the_first(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callabl
 
 
 def _rank() -> int:
-    """This process's rank, as a script has set it, or else as its launcher has.
+    """Return this process's rank: `rank_zero_only.rank` if set, else the launcher's variable, else 0.
 
     The variable is enough: scripts read it before anything needs the number of processes.
     """
@@ -43,34 +43,34 @@ def _rank() -> int:
 
 @rank_zero_only
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log for debugging, on the first process."""
+    """Log at level DEBUG on rank 0."""
     logger.debug(*args, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log, on the first process."""
+    """Log at level INFO on rank 0."""
     logger.info(*args, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Warn, on the first process."""
+    """Issue a warning on rank 0."""
     warnings.warn(message, stacklevel=stacklevel, **kwargs)
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
-    """Warn of a deprecation, on the first process."""
+    """Issue a deprecation warning on rank 0."""
     rank_zero_warn(message, stacklevel=stacklevel, **{"category": LightningDeprecationWarning, **kwargs})
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """A message with the rank that it is about, if there is one."""
+    """Return a message prefixed with `[rank: N]`, or unchanged if `rank` is None."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
 def _share_rank() -> None:
-    """Set the rank of the function of this name in `lightning_utilities` too: scripts import it from there."""
+    """Copy the rank to `lightning_utilities`, from which scripts also import `rank_zero_only`."""
     if importlib.util.find_spec("lightning_utilities") is not None:
         theirs: Any = importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only
         theirs.rank = getattr(theirs, "rank", _rank())

@@ -1,4 +1,4 @@
-"""What installed packages offer by entry points."""
+"""Objects that installed packages provide through entry points."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def made_by_entry_points(group: str) -> list[Any]:
-    """What the functions that installed packages have registered return, one after the other."""
+    """Call the functions registered under an entry-point group. Returns what they create, as a flat list."""
     made = [point.load()() for point in entry_points(group=group)]
     return [one for each in made for one in (each if isinstance(each, list | tuple) else [each])]

@@ -1,4 +1,4 @@
-"""Seeding, with Lightning's defaults and its variable."""
+"""Random seeds with Lightning's defaults and environment variable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VARIABLE, _WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python's, NumPy's and torch's generators."""
+    """Seed the random generators of Python, NumPy and torch. Returns the seed."""
     given = os.environ.get(_VARIABLE) if seed is None else seed
     if given is None:
         given = 0
@@ -38,14 +38,14 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed again with the seed of `seed_everything`; without one nothing happens."""
+    """Seed again with the seed of the last `seed_everything`. Does nothing if there was none."""
     seed = os.environ.get(_VARIABLE)
     if seed is not None:
         seed_everything(int(seed), workers=os.environ.get(_WORKERS) == "1", verbose=False)
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Seed the generators of a loader's worker, for `DataLoader(worker_init_fn=...)` of a plain loop.
+    """Seed the generators of a data loader worker, as `worker_init_fn` in custom training loops.
 
     In a loader that the Trainer or Fabric has prepared, each sample has a seed of its own, and needs none.
     """
@@ -59,6 +59,6 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Put all generators back to where they were, in the end."""
+    """Restore all random generators after the `with` body."""
     with isolated_random_state(devices=include_cuda):
         yield

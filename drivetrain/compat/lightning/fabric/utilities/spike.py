@@ -1,4 +1,4 @@
-"""`SpikeDetection`: end a run at a loss far from those before it, and write which batches to leave out."""
+"""`SpikeDetection`: stop training at a loss spike, and record which batches to skip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "skip_batches.json"
 
 
 class TrainingSpikeException(RuntimeError):
-    """A loss is far from those before it."""
+    """Raised when a loss is far from the recent ones."""
 
     def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(f"Training spike detected in batch {batch_idx}", *args, **kwargs)
@@ -26,7 +26,7 @@ class TrainingSpikeException(RuntimeError):
 
 
 class SpikeDetection:
-    """Raises where the loss of any process is far from the mean of the last ones, and writes the batch's number.
+    """Raise `TrainingSpikeException` if any rank's loss is far from the recent mean. Records the batch index.
 
     The batch before it counts too, since its step may be what spoilt the weights.
 
@@ -53,7 +53,7 @@ class SpikeDetection:
         self._last: deque[float] = deque(maxlen=window)
 
     def on_train_batch_end(self, fabric: Any, loss: Tensor, batch: Any, batch_idx: int) -> None:
-        """Check a loss; to be called on all processes."""
+        """Check the loss of a batch. Call it on all processes."""
         value = float(loss)
         mine = batch_idx >= self.warmup and self._is_far(value)
         if not any(gather_object([mine])):
@@ -82,11 +82,11 @@ class SpikeDetection:
         return path if path.suffix == ".json" else path / FILE
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs of it."""
+        """Return the state for a checkpoint."""
         return {"bad_batches": self.bad_batches, "last": list(self._last)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state from a checkpoint."""
         self.bad_batches = list(state_dict["bad_batches"])
         self._last.clear()
         self._last.extend(state_dict["last"])

@@ -1,4 +1,4 @@
-"""How much a loop computes in a second, from what it counts itself."""
+"""Throughput of a training loop, computed from counts that the loop reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Reading(NamedTuple):
 
 
 class Throughput:
-    """Rates over the last updates."""
+    """Throughput over a window of recent updates."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Take in how far the loop is."""
+        """Record the loop's total time, batches, samples, sequence lengths and FLOPs so far."""
         if self._readings:
             last = self._readings[-1]
             if (lengths is None) is not (last.lengths is None):
@@ -75,7 +75,7 @@ class Throughput:
         self._readings.append(_Reading(time, batches, samples, lengths, flops))
 
     def compute(self) -> dict[str, float]:
-        """The totals, and once there were enough updates the rates."""
+        """Return the totals, and the rates once the window has enough updates."""
         if not self._readings:
             return {}
         first, last = self._readings[0], self._readings[-1]
@@ -101,12 +101,12 @@ class Throughput:
         return {**totals, **everywhere, **named}
 
     def reset(self) -> None:
-        """Forget all updates."""
+        """Discard all recorded updates."""
         self._readings.clear()
 
 
 class ThroughputMonitor(Throughput):
-    """The same, for a loop over Fabric, which it writes to."""
+    """Throughput that is logged through Fabric."""
 
     def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
         given = {"available_flops": get_available_flops(fabric.device, _dtype(fabric)), **kwargs}
@@ -115,7 +115,7 @@ class ThroughputMonitor(Throughput):
         self.step = -1
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
-        """Compute, and write what there is."""
+        """Compute the throughput, log it and return it."""
         self.step = self.step + 1 if step is None else step
         found = self.compute()
         self._fabric.log_dict(metrics=found, step=self.step, **kwargs)
@@ -123,7 +123,7 @@ class ThroughputMonitor(Throughput):
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """What a device can do at most in a second; None where that is not known."""
+    """Return the peak FLOP/s of a device for a dtype, or None if unknown."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None

@@ -1,4 +1,4 @@
-"""Names of types."""
+"""Type aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of warnings, and warnings of drivetrain as Python's, which scripts filter."""
+"""Warning categories, and drivetrain's log warnings as Python warnings, which scripts can filter."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 
 class PossibleUserWarning(UserWarning):
-    """Something that may be a mistake."""
+    """Warning about a possible user mistake."""
 
 
 class AsWarnings(logging.Handler):
-    """Gives what is logged at level WARNING to `warnings`."""
+    """Logging handler that turns records of level WARNING into Python warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Warn."""
+        """Issue the record's message as a Python warning."""
         if record.levelno == logging.WARNING:
             warnings.warn(record.getMessage(), PossibleUserWarning, stacklevel=8)
 
 
 @contextmanager
 def warn_by_warnings() -> Iterator[None]:
-    """Let drivetrain's warnings in the body come by Python's `warnings`, as Lightning's do, which scripts filter."""
+    """Issue drivetrain's warnings as Python warnings in the `with` body, so that scripts can filter them."""
     logger = logging.getLogger("drivetrain")
     handler = AsWarnings(logging.WARNING)
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""Kinds of devices, as objects."""
+"""Accelerator classes, one per device type."""
 
 from __future__ import annotations
 

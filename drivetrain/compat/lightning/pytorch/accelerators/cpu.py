@@ -1,4 +1,4 @@
-"""`CPUAccelerator`, and the load of the machine."""
+"""`CPUAccelerator` and the usage statistics of the machine."""
 
 from __future__ import annotations
 

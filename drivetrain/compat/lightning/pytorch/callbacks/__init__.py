@@ -1,4 +1,4 @@
-"""Callbacks: those of `drivetrain.callbacks`, with what only scripts written for Lightning use of them."""
+"""The callbacks of `drivetrain.callbacks`, with the additional members of Lightning's."""
 
 from __future__ import annotations
 

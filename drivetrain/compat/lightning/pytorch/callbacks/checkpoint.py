@@ -1,4 +1,4 @@
-"""`Checkpoint`: what all callbacks that write checkpoints are."""
+"""`Checkpoint`: base class of callbacks that write checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from drivetrain.callbacks import Callback
 
 
 class Checkpoint(Callback, ABC):
-    """The base of callbacks that write checkpoints; `ModelCheckpoint` counts as one."""
+    """Base class of callbacks that write checkpoints. `ModelCheckpoint` is an instance."""
 
     saves_checkpoints: ClassVar[bool] = True

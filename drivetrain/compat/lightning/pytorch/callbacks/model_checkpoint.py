@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`, with annotations that are objects rather than text, as command lines are made of them."""
+"""`ModelCheckpoint` with annotations as types rather than strings, which command lines need."""
 
 import math
 import os
@@ -33,7 +33,7 @@ _SAVED = (
 
 
 class Settable:
-    """An attribute that reads what the callback has kept, and can be set; what was set holds until the next save."""
+    """Property that can be assigned. The assigned value holds until the next save."""
 
     def __init__(self, read: Any) -> None:
         self._read = read
@@ -55,7 +55,7 @@ class Settable:
 
 
 class Alias:
-    """An attribute of Lightning's under which scripts read and set one of this callback's."""
+    """Attribute that reads and writes another attribute of the callback, under Lightning's name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -68,7 +68,7 @@ class Alias:
 
 
 class SavesThrough:
-    """A Trainer whose checkpoints a callback writes by its own `_save_checkpoint`, by metrics that it was given."""
+    """Trainer proxy whose `save_checkpoint` calls the callback's own `_save_checkpoint`."""
 
     def __init__(self, trainer: Any, callback: Any, candidates: Mapping[str, Any]) -> None:
         self._trainer, self._callback = trainer, callback
@@ -81,14 +81,14 @@ class SavesThrough:
         return getattr(self._trainer, name)
 
     def save_checkpoint(self, filepath: str, weights_only: bool = False, **options: Any) -> Any:
-        """Write a checkpoint."""
+        """Save a checkpoint through the callback, or through the Trainer if options are given."""
         if options:
             return self._trainer.save_checkpoint(filepath, weights_only, **options)
         return self._callback._save_checkpoint(self._trainer, filepath)
 
 
 class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
-    """`drivetrain.ModelCheckpoint` with the members and the state that scripts written for Lightning read."""
+    """`drivetrain.ModelCheckpoint` with the members and the state format of Lightning's."""
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
 
@@ -136,13 +136,13 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         )
 
     def name_of(self, template: str | None = None) -> CheckpointName:
-        """Return the name of a checkpoint, with 0 for a metric that was not logged."""
+        """Return the checkpoint name template, in which metrics that were not logged become 0."""
         name = super().name_of(template)
         name.missing = 0
         return name
 
     def score_of(self, trainer: Any, was_validated: bool) -> float | None:
-        """Return the score, of which NaN is the worst."""
+        """Return the monitored score. NaN counts as the worst score."""
         value = None if self.monitor is None else monitored_value(trainer.callback_metrics, self.monitor)
         if value is not None and value != value:
             return math.inf if self.mode == "min" else -math.inf
@@ -156,46 +156,46 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
 
     @property
     def current_score(self) -> Tensor | None:  # type: ignore[override]
-        """The score of the last save."""
+        """Score of the last saved checkpoint, or None."""
         score = super().current_score
         return None if score is None else torch.tensor(score)
 
     @Settable
     def best_model_path(self) -> str:
-        """The path of the best checkpoint; without `monitor` of the newest."""
+        """Path of the best checkpoint, or of the newest if `monitor` is None."""
         return super().best_model_path
 
     @Settable
     def best_model_score(self) -> Tensor | None:
-        """The score of the best checkpoint."""
+        """Score of the best checkpoint, or None."""
         return super().best_model_score
 
     @Settable
     def best_k_models(self) -> dict[str, Tensor]:
-        """Paths and scores of the checkpoints kept, where they have scores."""
+        """Scores of the kept checkpoints by path. Empty if `monitor` is None."""
         if self.monitor is None:
             return {}
         return {path: torch.tensor(float(score)) for path, score in self.kept_scores.items()}
 
     @Settable
     def kth_best_model_path(self) -> str:
-        """The path of the checkpoint that a better one would replace, where they have scores."""
+        """Path of the worst kept checkpoint, which the next better one replaces."""
         return "" if self.monitor is None else super().kth_best_model_path
 
     @Settable
     def kth_value(self) -> Tensor:
-        """Its score."""
+        """Score of the worst kept checkpoint."""
         worst = math.inf if self.mode == "min" else -math.inf
         scores: dict[str, Tensor] = self.best_k_models
         return scores.get(self.kth_best_model_path, torch.tensor(worst))
 
     @Settable
     def last_model_path(self) -> str:
-        """The path of `last`, or an empty text."""
+        """Path of the checkpoint `last`, or an empty string."""
         return super().last_model_path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
-        """Whether the main process finds something under a path; called by all processes."""
+        """Return True if the path exists on the main process. Call it on all processes."""
         return decide_on_main_process(lambda: os.path.exists(filepath))
 
     def format_checkpoint_name(
@@ -205,7 +205,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint with these metrics."""
+        """Return the checkpoint path for the given metrics."""
         folder, name = os.path.split(super().format_checkpoint_name(metrics, filename, ver))
         return os.path.join(folder, name if not prefix else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
@@ -272,11 +272,11 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     # the state of this callback
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning's entries, and all that this package needs to resume exactly."""
+        """Return Lightning's entries, and an entry that drivetrain needs for an exact resume."""
         return {**self.lightning_state(), _OURS: super().state_dict()}
 
     def lightning_state(self) -> dict[str, Any]:
-        """The state as Lightning's `ModelCheckpoint` keeps it."""
+        """Return the state in the format of Lightning's `ModelCheckpoint`."""
         return {
             **model_checkpoint_state(self),
             **{name: self.set_by_hand[name] for name in _SAVED if name in self.set_by_hand},
@@ -298,7 +298,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
 
 
 def _place_by(trainer: Any) -> str | None:
-    """Where checkpoints are kept that were given no directory, by the first logger; None for the usual place."""
+    """Return the checkpoint directory derived from the first logger, or None for the default."""
     logger = next(iter(trainer.tracker_group.trackers), None)
     inner = getattr(logger, "sub_dir", None)
     if inner:  # beside the directory of the event files

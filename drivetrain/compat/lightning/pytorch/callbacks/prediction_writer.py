@@ -1,4 +1,4 @@
-"""What writes predictions, as Lightning's scripts subclass it."""
+"""`BasePredictionWriter`, the base class of callbacks that write predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BasePredictionWriter", "WriteInterval"]
 
 
 class WriteInterval(LightningEnum):
-    """When predictions are written."""
+    """When predictions are written: after each batch, at the end, or both."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -25,20 +25,20 @@ class WriteInterval(LightningEnum):
 
     @property
     def on_batch(self) -> bool:
-        """Whether after each batch."""
+        """True if predictions are written after each batch."""
         return self is not WriteInterval.EPOCH
 
     @property
     def on_epoch(self) -> bool:
-        """Whether at the end."""
+        """True if predictions are written at the end of the run."""
         return self is not WriteInterval.BATCH
 
 
 class BasePredictionWriter(callbacks.BasePredictionWriter):
-    """`drivetrain.BasePredictionWriter` without indices of a stream's samples: which are whose, its dataset decides.
+    """`drivetrain.BasePredictionWriter` that passes no sample indices for iterable datasets.
 
     Attributes:
-        interval: The same, with `on_batch` and `on_epoch`.
+        interval: When predictions are written, as a `WriteInterval`.
     """
 
     interval: WriteInterval
@@ -48,7 +48,7 @@ class BasePredictionWriter(callbacks.BasePredictionWriter):
         self.interval = WriteInterval(str(write_interval))
 
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
-        """Where the samples of the batch under way are in the dataset; None if unknown."""
+        """Return the dataset indices of the current batch's samples, or None if unknown."""
         loaders: Any = trainer.predict_dataloaders
         combined = trainer.combine_loaders(loaders, Stage.PREDICT)
         loader = combined.loaders[dataloader_idx] if combined is not loaders else loaders

@@ -13,9 +13,9 @@ __all__ = ["SpikeDetection", "TrainingSpikeException"]
 
 
 class SpikeDetection(Detection, Callback):
-    """Raises where the loss of a training batch is far from the mean of the last ones.
+    """Callback that raises `TrainingSpikeException` when a training loss is far from the recent mean.
 
-    `drivetrain.LossSpikeGuard` goes back to a checkpoint instead and leaves the batches out by itself.
+    `drivetrain.LossSpikeGuard` instead returns to a checkpoint and skips the batches automatically.
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

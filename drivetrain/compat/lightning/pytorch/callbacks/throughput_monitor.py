@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`, with the rows that scripts written for Lightning read."""
+"""`ThroughputMonitor` with the metric names of Lightning's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["ThroughputMonitor"]
 
 
 class ThroughputMonitor(Callback):
-    """Logs `Throughput` of training, validation, test and prediction, from the first batch on.
+    """Callback that logs throughput of training, validation, test and prediction.
 
-    `drivetrain.ThroughputMonitor` also counts operations by itself, and waits for the device before it reads the clock.
+    `drivetrain.ThroughputMonitor` also counts FLOPs, and synchronizes the device before it reads the clock.
     """
 
     saves_within_steps = False
@@ -111,7 +111,7 @@ class ThroughputMonitor(Callback):
 
 
 class Pass:
-    """What was done in one kind of pass over batches, over all its runs."""
+    """Totals of one stage, such as training, over all its passes."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
@@ -121,12 +121,12 @@ class Pass:
         self._began = self._ended = 0.0
 
     def start(self) -> None:
-        """Begin a run of it."""
+        """Start a pass."""
         self._before += self._ended - self._began
         self._began = self._ended = time.perf_counter()
 
     def add(self, samples: int, lengths: int | None, flops: int | None) -> None:
-        """Count a batch."""
+        """Record a batch."""
         self._ended = time.perf_counter()
         self.batches += 1
         self._samples += samples
@@ -140,7 +140,7 @@ class Pass:
         )
 
     def leave_out_until(self, other: Pass) -> None:
-        """Leave out the time from the last batch to that of a pass within this one."""
+        """Exclude the time that a nested pass, such as a validation, took."""
         gap = max(0.0, other._ended - self._ended)
         self._began += gap
         self._ended += gap

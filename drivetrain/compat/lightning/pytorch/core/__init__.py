@@ -1,4 +1,4 @@
-"""What is trained, and its data."""
+"""Modules, data modules and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LightningDataModule`: a data module with the members that only scripts written for Lightning use."""
+"""`LightningDataModule`: a data module with the additional members of Lightning's."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class LightningDataModule(UnpicklesWhereAsked, HyperparametersMixin, DataModule)
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Any:
-        """Make a data module of datasets, and give its constructor `batch_size` and `num_workers` where it takes them.
+        """Create a data module from datasets. Its constructor gets `batch_size` and `num_workers` if it accepts them.
 
         Args:
-            train_dataset: The dataset to train on, shuffled unless it is iterable; or several.
-            val_dataset: The dataset to validate on, or several.
-            test_dataset: The dataset to test on, or several.
-            predict_dataset: The dataset to predict on, or several.
-            batch_size: Of every loader.
-            num_workers: Of every loader.
+            train_dataset: Training dataset, or several. Shuffled unless it is iterable.
+            val_dataset: Validation dataset, or several.
+            test_dataset: Test dataset, or several.
+            predict_dataset: Prediction dataset, or several.
+            batch_size: Samples per batch of each loader.
+            num_workers: Worker processes of each loader.
             **datamodule_kwargs: Further arguments of the constructor.
         """
         parameters = inspect.signature(cls.__init__).parameters.values()
@@ -78,13 +78,13 @@ class LightningDataModule(UnpicklesWhereAsked, HyperparametersMixin, DataModule)
         return os.linesep.join(lines)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Forget hyper-parameters."""
+        """Remove hyper-parameters by name."""
         for name in ignore_list:
             self.hparams.pop(name, None)
 
 
 def _loaders(datasets: Any, shuffle: bool, options: dict[str, Any]) -> Any:
-    """Loaders of datasets, in the same arrangement."""
+    """Return data loaders in the same nested structure as the datasets."""
     if isinstance(datasets, Mapping):
         return {name: _loaders(each, shuffle, options) for name, each in datasets.items()}
     if isinstance(datasets, Sequence):
@@ -93,7 +93,7 @@ def _loaders(datasets: Any, shuffle: bool, options: dict[str, Any]) -> Any:
 
 
 def _sizes(data: LightningDataModule, stage: str) -> str:
-    """How many samples the datasets of a stage have, as far as they are there."""
+    """Return the number of samples of a stage as text, `"None"` if unknown."""
     try:
         made = getattr(data, f"{stage}_dataloader")()
     except (AttributeError, MisconfigurationException):

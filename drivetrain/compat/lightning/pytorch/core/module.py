@@ -1,4 +1,4 @@
-"""`LightningModule`: a task with the members that only scripts written for Lightning use."""
+"""`LightningModule`: a task with the additional members of Lightning's."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_validation_model_zero_grad(self) -> None:
-        """Free the gradients before a validation in `fit`, also of a module that optimizes by hand."""
+        """Set gradients to None before a validation inside `fit`, also with manual optimization."""
         self.zero_grad()
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict for one batch: call the module on it."""
+        """Return the model's output for a batch."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
     @known_keywords
@@ -62,7 +62,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip an optimizer's gradients."""
+        """Clip the gradients of an optimizer's parameters."""
         options = self.trainer.options
         bound = _one_of("gradient_clip_val", options.gradient_clip_val, gradient_clip_val)
         way = _one_of("gradient_clip_algorithm", options.gradient_clip_algorithm, gradient_clip_algorithm)
@@ -70,21 +70,21 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the tensors are on a GPU."""
+        """True if the module is on a GPU."""
         return self.device.type == "cuda"
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh of the strategy, where it has one; None before a Trainer runs the module."""
+        """Device mesh of the strategy, or None."""
         return None if self._trainer is None else getattr(self.trainer.strategy, "mesh", None)
 
     @property
     def fabric(self) -> Any:
-        """The Fabric that this module was set up with; None where a Trainer runs it."""
+        """The Fabric that the module was set up with, or None under a Trainer."""
         return getattr(self._trainer, "fabric", None)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let of all optimizers' parameters only this one's take gradients, those that did before."""
+        """Set `requires_grad=False` on the parameters of all other optimizers."""
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before = self._before_toggling
         for group in (group for each in self.trainer.optimizers for group in each.param_groups):
@@ -94,14 +94,14 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
             parameter.requires_grad_(took_gradients and id(parameter) in mine)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Let the parameters take gradients as before `toggle_optimizer`."""
+        """Restore `requires_grad` to the values before `toggle_optimizer`."""
         for parameter, took_gradients in self._before_toggling.values():
             parameter.requires_grad_(took_gradients)
         self._before_toggling.clear()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Let only this optimizer's parameters take gradients in the body."""
+        """Restrict `requires_grad` to one optimizer's parameters in the `with` body."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -109,7 +109,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
             self.untoggle_optimizer(optimizer)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Forget hyper-parameters."""
+        """Remove hyper-parameters by name."""
         for name in ignore_list:
             self.hparams.pop(name, None)
 
@@ -122,14 +122,14 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
         return super().to_torchscript(*args, **kwargs)
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
-        """Not here."""
+        """Raise `AbsentNameError`: TensorRT export is not supported."""
         raise AbsentNameError(
             "to_tensorrt is not here. Export with torch.export.export, and compile with Torch-TensorRT."
         )
 
 
 def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
-    """What a task clips by: what it gives, or what the Trainer was given."""
+    """Return the clipping option from the call or the Trainer. Raises if both are set and differ."""
     if given is None or of_trainer is None or given == of_trainer:
         return of_trainer if given is None else given
     raise ConfigurationError(

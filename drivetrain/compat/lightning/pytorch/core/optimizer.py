@@ -1,4 +1,4 @@
-"""The optimizer as a step by hand gets it."""
+"""`LightningOptimizer`, the optimizer type for manual optimization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LightningOptimizer"]
 
 
 class LightningOptimizer(metaclass=StandsFor, original=PreparedOptimizer):
-    """What `self.optimizers()` returns is one; one made by hand is the optimizer under a further type."""
+    """Type of the optimizers that `self.optimizers()` returns."""
 
     _bare: ClassVar[Optimizer]
 
@@ -25,9 +25,9 @@ class LightningOptimizer(metaclass=StandsFor, original=PreparedOptimizer):
         return made
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Leave everything as it is."""
+        """Accept the optimizer, which `__new__` has already converted."""
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer itself."""
+        """The original optimizer."""
         return self._bare

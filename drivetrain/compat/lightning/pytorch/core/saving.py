@@ -1,4 +1,4 @@
-"""Hyper-parameters in files."""
+"""Save and load hyper-parameter files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _load_from_checkpoint(
     strict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Make a module or data module of a checkpoint, for classes that override `load_from_checkpoint`."""
+    """Create a module or data module from a checkpoint, for classes that override `load_from_checkpoint`."""
     from drivetrain.compat.lightning.pytorch import LightningDataModule, LightningModule
 
     kind: Any = LightningModule if issubclass(cls, LightningModule) else LightningDataModule
@@ -45,13 +45,13 @@ def _load_from_checkpoint(
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:
-    """Read hyper-parameters; an empty dict where there is no such file."""
+    """Read hyper-parameters from a YAML file. Returns an empty dict if the file does not exist."""
     path = Path(config_yaml)
     return dict(load_yaml(path.read_text()) or {}) if path.is_file() else {}
 
 
 def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyper-parameters: objects as text, members of an `Enum` by name, with a warning of what is left out."""
+    """Write hyper-parameters to a YAML file. Values that YAML cannot represent are skipped with a warning."""
     values = {
         name: value.name if isinstance(value, Enum) else value for name, value in hyperparameters_of(hparams).items()
     }
@@ -60,7 +60,7 @@ def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_
 
 
 def _has_form(name: str, value: Any) -> bool:
-    """Whether YAML has a form for a value; warns where it has none."""
+    """Return True if YAML can represent a value. Warns if not."""
     try:
         yaml.dump(value)
     except (TypeError, ValueError, yaml.YAMLError):  # whatever the object raises where it is pickled
@@ -70,12 +70,12 @@ def _has_form(name: str, value: Any) -> bool:
 
 
 def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read hyper-parameters of a CSV file with a line for each; an empty dict where there is no such file."""
+    """Read hyper-parameters from a CSV file. Returns an empty dict if the file does not exist."""
     return hyper_parameters_in(tags_csv) if Path(tags_csv).is_file() else {}
 
 
 def save_hparams_to_tags_csv(tags_csv: str | os.PathLike[str], hparams: Any) -> None:
-    """Write hyper-parameters to a CSV file, a line for each."""
+    """Write hyper-parameters to a CSV file with one row per value."""
     with open(tags_csv, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("key", "value"))

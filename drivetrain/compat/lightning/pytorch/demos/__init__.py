@@ -1,4 +1,4 @@
-"""Small models and data that examples and tests are written with."""
+"""Small models and datasets for examples and tests."""
 
 from __future__ import annotations
 

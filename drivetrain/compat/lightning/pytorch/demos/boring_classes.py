@@ -1,4 +1,4 @@
-"""One layer on random numbers: the smallest module that trains, validates, tests and predicts."""
+"""A linear layer on random data: the smallest module that trains, validates, tests and predicts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PARTS = ("train", "val", "test", "predict")
 
 
 def _needed(stage: str) -> tuple[str, ...]:
-    """The parts of the data that a verb needs."""
+    """Return the splits that a stage needs."""
     return ("train", "val") if stage == "fit" else ("val",) if stage == "validate" else (stage,)
 
 
 class RandomDataset(Dataset[Any]):
-    """Random rows."""
+    """Dataset of random vectors."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -35,7 +35,7 @@ class RandomDataset(Dataset[Any]):
 
 
 class RandomDictDataset(RandomDataset):
-    """Random rows, each twice in a dict: as `"a"`, and with one added as `"b"`."""
+    """Dataset of dicts with a random vector `"a"` and `"b"`, which is `a + 1`."""
 
     def __getitem__(self, index: int) -> Any:
         row = self.data[index]
@@ -43,7 +43,7 @@ class RandomDictDataset(RandomDataset):
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """A stream of random rows."""
+    """Iterable dataset of random vectors."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size, self.count = size, count
@@ -53,14 +53,14 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same, with a length."""
+    """Iterable dataset of random vectors with a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class BoringModel(LightningModule):
-    """A linear layer that learns to give ones."""
+    """Module with a linear layer whose target is a vector of ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class BoringModel(LightningModule):
         return self.layer(x)
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The mean squared distance to the labels, ones if None."""
+        """Return the mean squared error to the labels, or to ones if `labels` is None."""
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -104,7 +104,7 @@ class BoringModel(LightningModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same, optimized by hand."""
+    """Module with a linear layer that uses manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class BoringDataModule(LightningDataModule):
-    """Random rows, as many for each stage."""
+    """Data module with random datasets of equal size for all stages."""
 
     random_train: Any
     random_val: Any
@@ -151,7 +151,7 @@ class BoringDataModule(LightningDataModule):
 
 
 class BoringDataModuleNoLen(BoringDataModule):
-    """A stream of random rows for each stage."""
+    """Data module with random iterable datasets for all stages."""
 
     def setup(self, stage: str) -> None:
         for name in _needed(stage):
@@ -159,7 +159,7 @@ class BoringDataModuleNoLen(BoringDataModule):
 
 
 class IterableBoringDataModule(LightningDataModule):
-    """For each stage, one loader whose dataset has a length, and one whose dataset has none."""
+    """Data module with two loaders per stage, one of which has no length."""
 
     train_datasets: list[Any]
     val_datasets: list[Any]
@@ -186,7 +186,7 @@ class IterableBoringDataModule(LightningDataModule):
 
 
 class DemoModel(LightningModule):
-    """A linear layer over flattened rows of 32."""
+    """Module with a linear layer on vectors of 32 elements."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class DemoModel(LightningModule):
 
 
 class Net(nn.Module):
-    """Images of 28 x 28 pixels, (rows, 1, 28, 28), to logarithms of the probabilities of ten classes, (rows, 10)."""
+    """Convolutional classifier: images (rows, 1, 28, 28) to log probabilities (rows, 10)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`MNIST` and `MNISTDataModule`: the handwritten digits that many examples train on."""
+"""`MNIST` and `MNISTDataModule` for examples."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FOLDER = "./data"
 
 
 def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
-    """Make torchvision's dataset of handwritten digits."""
+    """Create torchvision's MNIST dataset."""
     made: Dataset[Any] = _torchvision().datasets.MNIST(*args, **kwargs)
     return made
 
 
 class MNISTDataModule(LightningDataModule):
-    """The digits in three parts: the training images less a validation set, the validation set, and the test images."""
+    """MNIST split into training, validation and test sets."""
 
     name = "mnist"
     num_classes = 10
@@ -43,7 +43,7 @@ class MNISTDataModule(LightningDataModule):
 
     @property
     def default_transforms(self) -> Any:
-        """What makes tensors of images."""
+        """Transform from images to normalized tensors."""
         transforms = _torchvision().transforms
         scaling = [transforms.Normalize(mean=(0.5,), std=(0.5,))] if self.normalize else []
         return transforms.Compose([transforms.ToTensor(), *scaling])

@@ -1,4 +1,4 @@
-"""`Transformer`, the language model that many examples train, and `WikiText2`, the text that they train it on."""
+"""`Transformer`, a small language model, and `WikiText2`, its dataset, for examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOWEST = 10_000.0
 
 
 def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
-    """Encode a position: sines of it at falling rates in the even places, the cosines in the odd ones."""
+    """Return the sinusoidal encoding of positions: sines at even and cosines at odd indices."""
     # Not a power of SLOWEST: the last bit of a rate decides that of a loss.
     rates = torch.exp(torch.arange(0, size, 2, device=like.device).float() * (-math.log(SLOWEST) / size))
     angles = position * rates
@@ -27,10 +27,10 @@ def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
 
 
 class PositionalEncoding(nn.Module):
-    """Adds the encoding of a position to embeddings, then zeroes some of them in training.
+    """Add positional encodings to embeddings, then apply dropout.
 
-    Every token gets the encoding of the position after the sequence's last one, so that examples have the losses that
-    they have with Lightning's module of this name.
+    Every token gets the encoding of the position after the sequence's last one. Lightning's demo module does the same,
+    so losses of examples are equal.
     """
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
@@ -40,7 +40,7 @@ class PositionalEncoding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the encoding."""
+        """Return embeddings plus positional encodings, after dropout."""
         tokens = x.shape[1]
         if tokens >= self.max_len:
             raise IndexError(f"Sequences of {tokens} tokens: PositionalEncoding(max_len={self.max_len}) takes fewer.")
@@ -51,7 +51,7 @@ class PositionalEncoding(nn.Module):
 class Transformer(nn.Module):
     """A small encoder-decoder language model over `torch.nn.Transformer`.
 
-    The decoder sees of its tokens only those before a position, the encoder sees all of its own.
+    The decoder's attention is causal. The encoder attends to all input tokens.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Transformer(nn.Module):
         self.pos_encoder = PositionalEncoding(ninp, dropout)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings with their positions."""
+        """Return token embeddings with positional encodings."""
         scaled = self.embedding(tokens).mul(math.sqrt(self.ninp))
         placed: Tensor = self.pos_encoder(scaled)
         return placed
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return log probabilities, a row for each token of all sequences."""
+        """Return log probabilities, one row per token of all sequences."""
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
         hidden = self.transformer(self.embed(inputs), self.embed(target), tgt_mask=mask)
@@ -88,11 +88,11 @@ class Transformer(nn.Module):
 
 
 class Dictionary:
-    """Numbers words in the order in which they come first.
+    """Mapping between words and indices, which are assigned in order of first occurrence.
 
     Attributes:
-        word2idx: The number of each word.
-        idx2word: The words by number.
+        word2idx: Index of each word.
+        idx2word: Words in the order of their indices.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Dictionary:
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """The number of a word, which is new if it was not there."""
+        """Return the index of a word. Adds the word if it is new."""
         if word not in self.word2idx:
             self.word2idx[word] = len(self.idx2word)
             self.idx2word.append(word)
@@ -111,7 +111,7 @@ class Dictionary:
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """A text in blocks: the words of a block, and the word after each."""
+    """Dataset of text blocks. The target is the block shifted by one word."""
 
     def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:
         self.path = Path(data_dir) / "wikitext-2.txt"
@@ -124,7 +124,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different words."""
+        """Number of distinct words."""
         return len(self.dictionary)
 
     def __len__(self) -> int:
@@ -136,21 +136,21 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def download(destination: Path) -> None:
-        """Download the text to a file that is not there yet."""
+        """Download the text unless the file exists."""
         if not destination.exists():
             destination.parent.mkdir(parents=True, exist_ok=True)
             urllib.request.urlretrieve(_TEXT, destination)
 
 
 class LightningTransformer(LightningModule):
-    """Trains a `Transformer` on `WikiText2`."""
+    """Module that trains a `Transformer` on `WikiText2`."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()
         self.model = Transformer(vocab_size=vocab_size)
 
     def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
-        """Return log probabilities; see `Transformer`."""
+        """Return log probabilities. See `Transformer`."""
         log_probabilities: Tensor = self.model(inputs, target)
         return log_probabilities
 

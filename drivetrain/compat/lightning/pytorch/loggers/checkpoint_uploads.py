@@ -1,4 +1,4 @@
-"""Which checkpoints a logger keeps with its run."""
+"""Select the checkpoints that a logger uploads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _COUNTED = ("epoch", "step")
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One checkpoint that is to be kept.
+    """A checkpoint to upload, with its score and options.
 
     Attributes:
         path: The file or directory.
-        score: The monitored value, None where nothing is monitored.
-        is_best: Whether it is the best one so far.
-        options: How its `ModelCheckpoint` was made.
+        score: The monitored value, or None without `monitor`.
+        is_best: True if it is the best checkpoint so far.
+        options: Arguments of its `ModelCheckpoint`.
     """
 
     path: str
@@ -28,12 +28,12 @@ class SavedCheckpoint:
 
     @property
     def aliases(self) -> list[str]:
-        """The words under which it can be asked for."""
+        """Aliases of the upload: `latest`, and `best` for the best checkpoint."""
         return ["latest", "best"] if self.is_best else ["latest"]
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What is recorded of it."""
+        """Metadata of the upload: score, file name and callback options."""
         return {
             "score": self.score,
             "original_filename": os.path.basename(self.path),
@@ -42,7 +42,7 @@ class SavedCheckpoint:
 
 
 class CheckpointUploads:
-    """Finds what the checkpoint callbacks of a run have saved, each checkpoint once."""
+    """Collects the checkpoints that a run's callbacks save, each of them once."""
 
     def __init__(self, log_model: bool | str) -> None:
         self._log_model = log_model
@@ -50,7 +50,7 @@ class CheckpointUploads:
         self._times: dict[str, float] = {}
 
     def after_save(self, callback: Any) -> list[SavedCheckpoint]:
-        """What is to be kept now that a callback has saved."""
+        """Return the checkpoints to upload after a callback has saved."""
         if not self._log_model:
             return []
         if self._log_model == "all" or callback.save_top_k == -1:
@@ -60,11 +60,11 @@ class CheckpointUploads:
         return []
 
     def at_end(self) -> list[SavedCheckpoint]:
-        """What is to be kept when the run ends."""
+        """Return the checkpoints to upload when the run ends."""
         return [saved for callback in self._callbacks for saved in self._new_of(callback)]
 
     def _new_of(self, callback: Any) -> list[SavedCheckpoint]:
-        """What a callback has saved and was not found yet, the oldest first."""
+        """Return the checkpoints of a callback that were not returned before, oldest first."""
         scores = {
             callback.last_model_path: callback.current_score,
             callback.best_model_path: callback.best_model_score,
@@ -84,7 +84,7 @@ class CheckpointUploads:
 
 
 def _number(score: Any, monitor: str | None) -> float | int | None:
-    """A score as a number, a whole one where epochs or steps are counted."""
+    """Return a score as a float, or as an int if the metric counts epochs or steps."""
     if score is None:
         return None
     return int(score) if monitor in _COUNTED else float(score)

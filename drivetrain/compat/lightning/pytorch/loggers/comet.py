@@ -1,4 +1,4 @@
-"""`CometLogger`, with annotations that are objects rather than text, as command lines are made of them."""
+"""`CometLogger` with annotations as types rather than strings, which command lines need."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -20,7 +20,7 @@ _EARLIER_NAMES = {"project_name": "project", "experiment_name": "name", "save_di
 
 
 class CometLogger(Logger):
-    """Writes to an experiment on Comet, which is `experiment`; the calls are made at once, and it stays open."""
+    """Logger for Comet that writes synchronously. `experiment` is the open Comet experiment."""
 
     def __init__(
         self,
@@ -71,42 +71,42 @@ class CometLogger(Logger):
         self._key = self._experiment.get_key()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process needs to continue the same experiment."""
+        """Return the state with which a copy in another process continues the same experiment."""
         state = {**self.__dict__, "_experiment": None, "_comet_config": None}
         return {**state, "_mode": "get" if self._online is not False else self._mode}
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The experiment of Comet's; it does nothing on other processes than the first."""
+        """The Comet experiment. On ranks other than 0, an object that does nothing."""
         if self._experiment is None:
             self._open()
         return self._experiment
 
     @property
     def name(self) -> str | None:  # type: ignore[override]
-        """The project."""
+        """Name of the project."""
         return self._project
 
     @property
     def version(self) -> str | None:
-        """The key of the experiment."""
+        """Key of the experiment, or None before it is opened."""
         return None if self._experiment is None else str(self._experiment.get_key())
 
     @property
     def save_dir(self) -> str | None:
-        """The directory of archives, where there is one."""
+        """Directory of offline archives, or None."""
         place = getattr(self._comet_config, "offline_directory", None)
         return None if place is None else str(place)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters."""
+        """Log hyper-parameters."""
         self.experiment.log_parameters(plain(hyperparameters_of(params)))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values of one step."""
+        """Log the metrics of one step."""
         values = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in flatten(metrics).items()
@@ -122,6 +122,6 @@ class CometLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success", message: str = "") -> None:
-        """Send what is left; the experiment stays open."""
+        """Upload buffered data. The experiment stays open."""
         if self._experiment is not None:
             self._experiment.flush()

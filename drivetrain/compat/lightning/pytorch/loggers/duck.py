@@ -1,4 +1,4 @@
-"""Loggers that are of no base class, but have the methods of one."""
+"""Support for loggers that have a logger's methods without its base class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.trackers.base import COMPLETED
 
 
 class DuckLogger(Logger):
-    """Gives what a run logs to an object that has a logger's methods."""
+    """Adapter from drivetrain's tracker interface to an object with a logger's methods."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ def _text(original: Any, name: str) -> str | None:
 
 
 def as_loggers(given: Any) -> Any:
-    """What `Trainer(logger=)` was given, with a `DuckLogger` around each object that has but the methods of a logger.
+    """Wrap objects that only have a logger's methods in a `DuckLogger`. Other values are returned unchanged.
 
     Args:
-        given: A logger, several, or one of the other values that are taken.
+        given: The value of `Trainer(logger=...)`.
     """
     if isinstance(given, Sequence) and not isinstance(given, str):
         return [as_loggers(each) for each in given]
@@ -60,5 +60,5 @@ def as_loggers(given: Any) -> Any:
 
 
 def given_as(logger: Any) -> Any:
-    """A logger as the script gave it."""
+    """Return the user's object behind a `DuckLogger`. Other loggers are returned unchanged."""
     return logger.original if isinstance(logger, DuckLogger) else logger

@@ -1,4 +1,4 @@
-"""`ExperimentWriter`: what `CSVLogger.experiment` is."""
+"""`ExperimentWriter`: the type of `CSVLogger.experiment`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drivetrain.trackers import CSVLogger
 
 
 class ExperimentWriter:
-    """Writes the table and the hyper-parameters of one run."""
+    """Writer of one run's metrics and hyper-parameters."""
 
     NAME_METRICS_FILE: ClassVar[str] = "metrics.csv"
     NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
@@ -22,22 +22,22 @@ class ExperimentWriter:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows that are not written yet."""
+        """Rows that are not yet written."""
         return self._logger.waiting
 
     @property
     def metrics_file_path(self) -> str:
-        """The path of the table."""
+        """Path of `metrics.csv`."""
         return os.path.join(self.log_dir, self.NAME_METRICS_FILE)
 
     def log_metrics(self, metrics_dict: Mapping[str, float], step: int | None = None) -> None:
-        """Take values of one step."""
+        """Add the metrics of one step."""
         self._logger.log(metrics_dict, step)
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyper-parameters."""
+        """Write the hyper-parameters."""
         self._logger.store_init_configuration(params)
 
     def save(self) -> None:
-        """Write the rows that wait."""
+        """Write the buffered rows."""
         self._logger.save()

@@ -1,4 +1,4 @@
-"""Loggers that write files, with Lightning's default name of the experiment."""
+"""`CSVLogger` and `TensorBoardLogger` with Lightning's default experiment name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from drivetrain.trainer.task import Task
 
 
 class EndsByStatus:
-    """A logger whose `finalize` a run calls with a status alone where a script has written or replaced it."""
+    """Mixin that calls `finalize(status)` at the end of a run if the script overrides it."""
 
     def record_end(self: Any, status: str, message: str) -> None:
-        """Call `finalize` when a run ends."""
+        """Call an overridden `finalize` when a run ends."""
         is_own = "finalize" in vars(self) or not type(self).finalize.__module__.startswith("drivetrain.")
         if is_own:
             self.finalize("success" if status == COMPLETED else "failed")
@@ -32,7 +32,7 @@ class EndsByStatus:
 
 
 class CSVLogger(EndsByStatus, trackers.CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`."""
+    """Logger that writes `metrics.csv` and `hparams.yaml` to `<save_dir>/<name>/version_<n>`."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class CSVLogger(EndsByStatus, trackers.CSVLogger):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The name of the experiment."""
+        """Name of the experiment."""
         return self.run_directory.name
 
     @property
     def root_dir(self) -> str:
-        """The directory that holds the versions."""
+        """Parent directory of the versions."""
         return str(self.run_directory.root)
 
     def log_hyperparams(self, params: Any = None) -> None:
@@ -61,7 +61,7 @@ class CSVLogger(EndsByStatus, trackers.CSVLogger):
         super().log_hyperparams(params)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write values of one step, which is the next number where none is given."""
+        """Log the metrics of one step. Without `step`, steps are numbered consecutively."""
         if step is None:
             step = self._unnumbered
         self._unnumbered = step + 1
@@ -72,12 +72,12 @@ class CSVLogger(EndsByStatus, trackers.CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """What writes the files; it does nothing on other processes than the first."""
+        """The writer of the files. On ranks other than 0, an object that does nothing."""
         return ExperimentWriter(self.log_dir, self)
 
 
 class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
-    """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`."""
+    """Logger that writes event files and `hparams.yaml` to `<save_dir>/<name>/version_<n>`."""
 
     NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
 
@@ -104,24 +104,24 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The name of the experiment."""
+        """Name of the experiment."""
         return self.run_directory.name
 
     @property
     def root_dir(self) -> str:
-        """The directory that holds the versions."""
+        """Parent directory of the versions."""
         return os.path.join(self.save_dir, self.name)
 
     @property
     def log_dir(self) -> str:
-        """The directory that the event files are written in."""
+        """Directory of the event files."""
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return os.path.join(self.root_dir, version, *([self.sub_dir] if self.sub_dir else []))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The `SummaryWriter`; it does nothing on other processes than the first."""
+        """The `SummaryWriter`. On ranks other than 0, an object that does nothing."""
         return self.tracker
 
     def start(self) -> None:
@@ -135,14 +135,14 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
         self._write_hparams()
 
     def _write_hparams(self) -> None:
-        """Write `hparams.yaml`, which is there also where there are no hyper-parameters."""
+        """Write `hparams.yaml` if it does not exist yet, even without hyper-parameters."""
         if not (self.run_directory.path / self.NAME_HPARAMS_FILE).exists():
             DirectoryTracker.store_init_configuration(self, {})
 
     def log_hyperparams(
         self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Write hyper-parameters to `hparams.yaml` and to TensorBoard's page of them."""
+        """Write hyper-parameters to `hparams.yaml` and to TensorBoard's HParams tab."""
         super().log_hyperparams(params)
         if metrics is not None:
             self.log(metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}, step or 0)
@@ -167,7 +167,7 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
 
 
 def _can_be_traced(model: Any) -> bool:
-    """Whether the tracer can read all attributes of a module: not `trainer`, where a task is not attached to one."""
+    """Return True if `torch.jit.trace` can read all attributes. `trainer` raises on a detached task."""
     try:
         model.trainer  # noqa: B018 - whether it raises
     except AttributeError:

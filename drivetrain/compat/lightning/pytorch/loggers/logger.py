@@ -1,4 +1,4 @@
-"""`Logger`: the base of loggers that scripts define."""
+"""`Logger`: base class of loggers that scripts define."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drivetrain.trackers.base import COMPLETED
 
 
 class Logger(Tracker):
-    """Where the values of a run are written. Override `name`, `version`, `log_metrics` and `log_hyperparams`.
+    """Base class of loggers. Override `name`, `version`, `log_metrics` and `log_hyperparams`.
 
     A run calls `finalize` when it ends, with `"success"`, `"failed"`, or the name of the signal that ended it. A
-    script's own logger is called on every process: `rank_zero_only` around a method leaves it to the first.
+    script's own logger is called on every process. Decorate methods with `rank_zero_only` to run them on rank 0 only.
     """
 
     in_background = False
@@ -32,12 +32,12 @@ class Logger(Tracker):
     @property
     @abstractmethod
     def name(self) -> str | None:  # type: ignore[override]
-        """The name of the experiment."""
+        """Name of the experiment."""
 
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """The version of the run."""
+        """Version of the run."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None: ...
@@ -47,34 +47,34 @@ class Logger(Tracker):
 
     @property
     def root_dir(self) -> str | None:
-        """The directory of all runs, if there is one."""
+        """Parent directory of all runs, or None."""
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """The directory in which runs are written, if there is one."""
+        """Directory of this run's files, or None."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """The same as `save_dir`."""
+        """Directory of this run's files, by default `save_dir`."""
         return self.save_dir
 
     @property
     def group_separator(self) -> str:
-        """What stands between the parts of a name."""
+        """Separator between the parts of a metric name."""
         return "/"
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """The same as `log_metrics`."""
+        """Call `log_metrics`, for drivetrain's tracker interface."""
         self.log_metrics(values, step)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """The same as `log_hyperparams`."""
+        """Call `log_hyperparams`, for drivetrain's tracker interface."""
         self.log_hyperparams(dict(values))
 
     def finalize(self, status: str = "success", message: str = "") -> None:
-        """Write what is left."""
+        """Write buffered data at the end of a run."""
         self.save()
 
     def record_end(self, status: str, message: str) -> None:
@@ -82,7 +82,7 @@ class Logger(Tracker):
 
 
 def _in_lightnings_words(finalize: Callable[..., None]) -> Callable[..., None]:
-    """A logger's own `finalize`, which takes a status alone, as a run calls it."""
+    """Wrap a `finalize(status)` method to accept the arguments of drivetrain's tracker interface."""
 
     @wraps(finalize)
     def called_by_a_run(self: Any, status: str = COMPLETED, message: str = "") -> None:
@@ -92,7 +92,7 @@ def _in_lightnings_words(finalize: Callable[..., None]) -> Callable[..., None]:
 
 
 class DummyLogger(Logger):
-    """Writes nothing."""
+    """Logger that discards everything."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -110,7 +110,7 @@ class DummyLogger(Logger):
 
     @property
     def experiment(self) -> DummyExperiment:
-        """Takes every call."""
+        """An object that accepts every call and does nothing."""
         return DummyExperiment()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -120,11 +120,11 @@ class DummyLogger(Logger):
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Take every argument."""
+    """Do nothing, with any arguments."""
 
 
 class DummyExperiment:
-    """Takes every call and every item, and does nothing."""
+    """Object that accepts every method call and item access, and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -139,7 +139,7 @@ class DummyExperiment:
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let `experiment` make the real object on the first process alone; others get one that does nothing."""
+    """Decorate the property `experiment` so that ranks other than 0 get a `DummyExperiment`."""
 
     @wraps(function)
     def experiment(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`MLFlowLogger`, with annotations that are objects rather than text, as command lines are made of them."""
+"""`MLFlowLogger` with annotations as types rather than strings, which command lines need."""
 
 import os
 import tempfile
@@ -24,7 +24,7 @@ _LENGTH = 250
 
 
 class MLFlowLogger(Logger):
-    """Writes to a run of MLflow, whose client is `experiment`; the calls are made at once."""
+    """Logger for MLflow that writes synchronously. `experiment` is the `MlflowClient`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The `MlflowClient`; it does nothing on other processes than the first."""
+        """The `MlflowClient`. On ranks other than 0, an object that does nothing."""
         if not self._initialized:
             import mlflow
 
@@ -80,7 +80,7 @@ class MLFlowLogger(Logger):
         return self._mlflow_client
 
     def _open(self) -> None:
-        """Find the run to continue, or begin one."""
+        """Look up the run to continue, or create a run."""
         client = self._mlflow_client
         if self._run_id is not None:
             self._experiment_id = client.get_run(self._run_id).info.experiment_id
@@ -98,29 +98,29 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The ID of the run, which is opened for that."""
+        """ID of the run. Reading it opens the run."""
         _ = self.experiment
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """The ID of the experiment; the run is opened for that."""
+        """ID of the experiment. Reading it opens the run."""
         _ = self.experiment
         return self._experiment_id
 
     @property
     def name(self) -> str | None:  # type: ignore[override]
-        """The ID of the experiment."""
+        """ID of the experiment. Reading it opens the run."""
         return self.experiment_id
 
     @property
     def version(self) -> str | None:
-        """The ID of the run."""
+        """ID of the run. Reading it opens the run."""
         return self.run_id
 
     @property
     def save_dir(self) -> str | None:
-        """The directory of all runs; None where they are on a server."""
+        """Directory of all runs, or None if a server stores them."""
         if self._tracking_uri.startswith(_FILES):
             return self._tracking_uri.removeprefix(_FILES)
         return self._save_dir if self._tracking_uri == _database_in(self._save_dir) else None
@@ -129,7 +129,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters as parameters of the run."""
+        """Log hyper-parameters as MLflow parameters, with values cut to MLflow's length limit."""
         from mlflow.entities import Param
 
         flat = flatten(plain(hyperparameters_of(params)))
@@ -139,7 +139,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write numbers of one step."""
+        """Log the metrics of one step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -186,7 +186,7 @@ class MLFlowLogger(Logger):
 
 
 def _address_of(save_dir: str) -> str:
-    """The address of runs in a directory: of files, or of a database where MLflow takes no files any more."""
+    """Return the tracking URI of a directory: file-based, or SQLite for MLflow versions without a file store."""
     try:
         from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
     except ImportError:
@@ -202,7 +202,7 @@ def _database_in(save_dir: str) -> str:
 
 
 def _with_context(tags: Mapping[str, Any]) -> Any:
-    """Tags, and those that MLflow adds about the script and the user, where it has a function for that."""
+    """Return the tags together with MLflow's context tags, such as the user and the source file."""
     try:
         from mlflow.tracking.context.registry import resolve_tags
     except ImportError:
@@ -211,7 +211,7 @@ def _with_context(tags: Mapping[str, Any]) -> Any:
 
 
 def _valid(name: str) -> str:
-    """A metric's name in the characters that MLflow takes."""
+    """Replace characters in a metric name that MLflow does not allow by `_`, with a warning."""
     valid = "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
     if valid != name:
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""What loggers over a package of their own have in common."""
+"""Functions shared by loggers that need an external package."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from drivetrain.trackers.service import missing_package
 
 
 def check_installed(owner: str, package: str, extra: str) -> None:
-    """Refuse a logger whose package is not installed."""
+    """Raise if a logger's package is not installed."""
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise missing_package(owner, package, extra)
 
 
 def with_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Values under their names with a prefix and a `-` before them."""
+    """Return the values with their names prefixed by `<prefix>-`, or unchanged without a prefix."""
     return {f"{prefix}-{name}" if prefix else name: value for name, value in values.items()}

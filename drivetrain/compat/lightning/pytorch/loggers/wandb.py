@@ -1,4 +1,4 @@
-"""`WandbLogger`, with annotations that are objects rather than text, as command lines are made of them."""
+"""`WandbLogger` with annotations as types rather than strings, which command lines need."""
 
 import inspect
 import os
@@ -18,9 +18,9 @@ _STEP = "trainer/global_step"
 
 
 class WandbLogger(Logger):
-    """Writes to a run on Weights & Biases, which is `experiment`; the calls are made at once, and the run stays open.
+    """Logger for Weights & Biases that writes synchronously. `experiment` is the run, which stays open.
 
-    A run that the script has opened itself is used.
+    If the script has already opened a run, the logger uses it.
     """
 
     def __init__(
@@ -65,24 +65,24 @@ class WandbLogger(Logger):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The project; `experiment.name` is the name of the run."""
+        """Name of the project. The name of the run is `experiment.name`."""
         return str(self._wandb_init["project"])
 
     @property
     def version(self) -> str | None:
-        """The ID of the run, as far as it is known."""
+        """ID of the run, or None if it is not known yet."""
         known: str | None = self._wandb_init["id"] if self._experiment is None else self._experiment.id
         return known
 
     @property
     def save_dir(self) -> str:
-        """The directory of all runs."""
+        """Directory of all runs."""
         return str(self._wandb_init["dir"])
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The run of wandb; it does nothing on other processes than the first."""
+        """The wandb run. On ranks other than 0, an object that does nothing."""
         if self._experiment is None:
             self._experiment = self._open()
             if callable(getattr(self._experiment, "define_metric", None)):
@@ -110,7 +110,7 @@ class WandbLogger(Logger):
 
     @property
     def _has_axis_of_its_own(self) -> bool:
-        """Whether wandb takes the steps from TensorBoard's files."""
+        """True if wandb reads the steps from TensorBoard's files."""
         return bool(self._wandb_init.get("sync_tensorboard"))
 
     def _define_axis(self) -> None:
@@ -121,7 +121,7 @@ class WandbLogger(Logger):
             self._experiment.define_metric("*", step_metric=_STEP, step_sync=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process needs to write to the same run, which is opened for that."""
+        """Return the state with which a copy in another process writes to the same run. Opens the run."""
         run = self.experiment
         known = getattr(run, "id", None)
         state = {**self.__dict__, "_experiment": None, "_is_elsewhere": True}
@@ -131,18 +131,18 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values of one step."""
+        """Log the metrics of one step."""
         values = with_prefix(metrics, self._prefix)
         is_numbered = step is not None and not self._has_axis_of_its_own
         self.experiment.log({**values, _STEP: step} if is_numbered else values)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters to the run's configuration."""
+        """Add hyper-parameters to the run's configuration."""
         self.experiment.config.update(plain(hyperparameters_of(params)), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Let wandb record gradients, parameters and the structure of a model."""
+        """Record gradients, parameters and the graph of a model in wandb."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     @rank_zero_only
@@ -154,7 +154,7 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write a table: its columns and rows, or a DataFrame."""
+        """Log a table from columns and rows, or from a DataFrame."""
         import wandb
 
         self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -167,26 +167,26 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write texts as a table."""
+        """Log a table of texts."""
         self.log_table(key, columns, data, dataframe, step)
 
     @rank_zero_only
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images."""
+        """Log a list of images."""
         import wandb
 
         self._log_media(wandb.Image, "images", key, images, step, kwargs)
 
     @rank_zero_only
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write sounds."""
+        """Log a list of audio clips."""
         import wandb
 
         self._log_media(wandb.Audio, "audios", key, audios, step, kwargs)
 
     @rank_zero_only
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write videos."""
+        """Log a list of videos."""
         import wandb
 
         self._log_media(wandb.Video, "videos", key, videos, step, kwargs)
@@ -207,7 +207,7 @@ class WandbLogger(Logger):
     # artifacts
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Record that the run uses an artifact, and return it."""
+        """Mark an artifact as an input of the run, and return it."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @staticmethod
@@ -218,7 +218,7 @@ class WandbLogger(Logger):
         artifact_type: str | None = None,
         use_artifact: bool | None = True,
     ) -> str:
-        """Download an artifact, and return where it is."""
+        """Download an artifact, and return its directory."""
         import wandb
 
         if wandb.run is not None and use_artifact:

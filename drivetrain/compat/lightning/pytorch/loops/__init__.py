@@ -1,4 +1,4 @@
-"""Loops, which are a part of the original's machinery."""
+"""Names of Lightning's loop classes, which drivetrain does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PyTorchProfiler`, with the names of blocks that tools for Lightning's traces search for."""
+"""`PyTorchProfiler` with the block names that tools for Lightning's traces expect."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ warning_cache: set[str] = set()
 
 
 class PyTorchProfiler(CorePyTorchProfiler):
-    """`drivetrain.PyTorchProfiler`, whose blocks are named `[pl][profile]...` and `[pl][module]...`."""
+    """`drivetrain.PyTorchProfiler` whose blocks are named `[pl][profile]...` and `[pl][module]...`."""
 
     prefix: ClassVar[str] = "[pl]"
 
 
 def RegisterRecordFunction(model: nn.Module) -> Any:
-    """Make the forward of each module a block of what torch's profiler records in the body."""
+    """Record each module's forward as a named block of torch's profiler, in the `with` body."""
     return CoreRegisterRecordFunction(model, "[pl][module]")

@@ -1,4 +1,4 @@
-"""Serving, which is not here."""
+"""Names of Lightning's model serving, which drivetrain does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies, by Lightning's class names."""
+"""Strategies under Lightning's class names."""
 
 from __future__ import annotations
 

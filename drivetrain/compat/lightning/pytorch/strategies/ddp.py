@@ -17,7 +17,7 @@ __all__ = ["DDPStrategy"]
 
 
 class DDPStrategy(StrategyMembers, DDP, metaclass=StandsFor, original=DDP):
-    """A copy of the model on each process. What `Trainer(strategy="ddp")` makes is an instance of it too."""
+    """DDP: one model replica per process. The strategy of `Trainer(strategy="ddp")` passes `isinstance`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DDPStrategy(StrategyMembers, DDP, metaclass=StandsFor, original=DDP):
 
     @property
     def is_distributed(self) -> bool:
-        """True, with a warning: Lightning has deprecated it."""
+        """Always True. Deprecated in Lightning, so reading it warns."""
         rank_zero_deprecation("`DDPStrategy.is_distributed` is deprecated. Use `trainer.world_size > 1` instead.")
         return True
 

@@ -19,7 +19,7 @@ _ZERO = "zero_optimization"
 
 
 class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, original=DeepSpeed):
-    """DeepSpeed's ZeRO."""
+    """DeepSpeed with ZeRO stages 1 to 3."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, origina
 
     @property
     def config(self) -> Config:
-        """The configuration; it names a stage where the given one does."""
+        """The DeepSpeed configuration, without a ZeRO stage unless the user's configuration names one."""
         config = super().config
         if self._names_stage:
             return config

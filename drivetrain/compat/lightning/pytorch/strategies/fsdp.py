@@ -1,4 +1,4 @@
-"""`FSDPStrategy`, with annotations that are objects rather than text, as command lines are made of them."""
+"""`FSDPStrategy` with annotations as types rather than strings, which command lines need."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ _RESHARDS = {
 
 
 class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
-    """Parameters, gradients and optimizer states sharded over processes."""
+    """FSDP: parameters, gradients and optimizer states are sharded across processes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
         )
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place among its peers, and find how many copies there are where only that decides it."""
+        """Join the process group. Sets the number of replicas if it follows from the number of processes."""
         if self._counts_copies:
             environment = state.environment
             within = 1 if self._sharding == "NO_SHARD" else environment.local_world_size
@@ -84,14 +84,14 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
 
     @property
     def sharding_strategy(self) -> Any:
-        """Torch's name of what is sharded."""
+        """The sharding strategy as torch's enum."""
         from drivetrain.strategies.fsdp.model_sharding import ShardingStrategy
 
         return ShardingStrategy[self._sharding]
 
     @property
     def cpu_offload(self) -> Any:
-        """Torch's options of what stays on the CPU."""
+        """The CPU offload options as torch's class."""
         from drivetrain.strategies.fsdp.model_sharding import CPUOffload
 
         return CPUOffload(offload_params=self.options.cpu_offload)

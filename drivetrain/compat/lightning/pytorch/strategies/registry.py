@@ -1,4 +1,4 @@
-"""Strategies by name: those that are here, and those that scripts register."""
+"""Registry of strategies: built-in ones and those that scripts register."""
 
 from __future__ import annotations
 

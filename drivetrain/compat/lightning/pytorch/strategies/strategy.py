@@ -14,7 +14,7 @@ __all__ = ["SingleDeviceStrategy", "Strategy"]
 
 
 class SingleDeviceStrategy(StrategyMembers, Single, metaclass=StandsFor, original=Single):
-    """One process on one device. What `Trainer(strategy="auto")` makes for one is an instance of it too."""
+    """One process on one device. The strategy of a Trainer with one device passes `isinstance`."""
 
     def __init__(
         self,

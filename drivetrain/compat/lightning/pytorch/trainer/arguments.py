@@ -1,4 +1,4 @@
-"""What the mirror's constructor takes: its arguments, the hardware and the plugins that they name, and callbacks."""
+"""Constructor arguments of Lightning's `Trainer`: hardware, plugins and callbacks."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from drivetrain.trainer.options import Option
 
 
 class AnyOf(type):
-    """The metaclass of a type whose subclasses are another class's, one for each name: the mirror's before the core's.
+    """Metaclass of annotation types whose subclasses are another class's, with the mirror's before the core's.
 
-    jsonargparse refuses a name that several classes have, and what the mirror has is often over a class of that name.
+    jsonargparse rejects ambiguous class names, and the mirror's classes often extend a core class of the same name.
     """
 
     of: type
@@ -70,7 +70,7 @@ _MIRROR = "drivetrain.compat.lightning."
 
 
 def any_of(kind: type) -> Any:
-    """A type for annotations that stands for a class; see `AnyOf`."""
+    """Return an annotation type that stands for a class. See `AnyOf`."""
     return AnyOf(kind.__name__, (), {"of": kind, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
@@ -97,7 +97,7 @@ ONLY_HERE = (
 
 
 def show_all_arguments(kind: type) -> None:
-    """Show the core's arguments in the signature of a constructor, and types rather than their names in those of verbs.
+    """Show the core's arguments in a constructor's signature, and resolve annotations of its methods.
 
     Args:
         kind: The class.
@@ -167,7 +167,7 @@ REMOVED = {
 
 
 def refuse_removed(options: Mapping[str, Any]) -> None:
-    """Refuse an argument that Lightning has removed, in one line with what takes its place."""
+    """Raise for an argument that Lightning has removed, and name its replacement."""
     name = next((each for each in options if each in REMOVED), None)
     if name is None:
         return
@@ -184,11 +184,11 @@ _CLASSES = {kind.kind: kind.__name__ for kind in (CPUAccelerator, CUDAAccelerato
 
 
 class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
-    """This machine has no device of the kind that was asked for."""
+    """Raised if this machine has no device of the requested type."""
 
 
 def kind_of(accelerator: Any) -> Any:
-    """The name of a kind of device that one of Lightning's objects stands for; anything else as it is."""
+    """Return the device type that one of Lightning's accelerator objects stands for. Other values are unchanged."""
     if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
         return accelerator.kind
     if accelerator == "gpu" and MPSAccelerator.is_available() and not CUDAAccelerator.is_available():
@@ -197,7 +197,7 @@ def kind_of(accelerator: Any) -> Any:
 
 
 def check_hardware(accelerator: Any, devices: Any) -> None:
-    """Refuse a kind of device that is not here, and a run on no device."""
+    """Raise if the requested device type is not available, or if `devices` is 0 or empty."""
     if not isinstance(accelerator, str):
         return
     if devices in (0, "0") or (isinstance(devices, list | tuple) and not devices):
@@ -224,7 +224,7 @@ def check_hardware(accelerator: Any, devices: Any) -> None:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse a number format that there is not."""
+    """Raise for an unknown precision."""
     try:
         resolve_precision(precision)
     except ConfigurationError as error:
@@ -235,7 +235,7 @@ def check_precision(precision: Any) -> None:
 
 
 def spell(options: dict[str, Any]) -> None:
-    """Spell options as the core does."""
+    """Convert option values to the core's spelling, in place."""
     if options.get("fast_dev_run") == 1:
         options["fast_dev_run"] = True
     strategy = STRATEGIES.made(options.get("strategy", "auto"))
@@ -245,7 +245,7 @@ def spell(options: dict[str, Any]) -> None:
 
 
 def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
-    """The precision that plugins stand for, or the given one; what else they stand for is written into the options."""
+    """Return the precision from the plugins, or the given one. Other plugins are written into the options."""
     given = _several(plugins)
     _refuse_two_of_a_kind(given)
     for plugin in given:
@@ -266,7 +266,7 @@ def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
 
 
 def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
-    """Let a strategy keep what writes checkpoints, where it is among the plugins."""
+    """Pass a `CheckpointIO` among the plugins to the strategy."""
     found = next((plugin for plugin in _several(plugins) if isinstance(plugin, CheckpointIO)), None)
     given = strategy.given_checkpoint_io
     if found is None or given is found:
@@ -280,7 +280,7 @@ def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
 
 
 def _several(plugins: Any) -> list[Any]:
-    """The plugins as a list."""
+    """Return the plugins as a list."""
     given = list(plugins) if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]
     return [plugin for plugin in given if plugin is not None]
 
@@ -301,16 +301,16 @@ ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
 
 
 def with_external(given: Any) -> list[Callback]:
-    """The callbacks that a script gives, and those of installed packages."""
+    """Return the script's callbacks, followed by those that installed packages register."""
     own = [given] if isinstance(given, Callback) else list(given or [])
     return [*own, *made_by_entry_points(ENTRY_POINTS)]
 
 
 def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[Callback]:
-    """The callbacks with Lightning's in the place of those that the core's Trainer has added by itself.
+    """Replace callbacks that the core's Trainer has added by default with Lightning's versions.
 
-    That is the callback for checkpoints, the progress bar, and where rich is installed the model summary. Each summary
-    draws random numbers as there.
+    These are the checkpoint callback, the progress bar and, if rich is installed, the model summary. A summary draws
+    the same random numbers as Lightning's.
     """
     has_rich = find_spec("rich") is not None
     found = [each if any(each is own for own in given) else _replaced(each, has_rich) for each in callbacks]
@@ -321,7 +321,7 @@ def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[C
 
 
 class DrawingTable(ModuleTable):
-    """A model summary whose forward pass draws from the generators of the training, as Lightning's does."""
+    """Model summary whose example forward pass draws from the global random generators, as Lightning's does."""
 
     @staticmethod
     def random_state() -> AbstractContextManager[Any]:
@@ -366,7 +366,7 @@ _LIMITS = {
 
 
 def from_environment(init: Callable[..., None]) -> Callable[..., None]:
-    """Let variables such as `PL_TRAINER_MAX_EPOCHS` stand for arguments that are not given."""
+    """Wrap a constructor so that variables such as `PL_TRAINER_MAX_EPOCHS` give its defaults."""
 
     @wraps(init)
     def wrapped(self: Any, **given: Any) -> None:
@@ -395,7 +395,7 @@ def _value(text: str) -> Any:
 
 
 def check_barebones(given: Mapping[str, Any]) -> None:
-    """Refuse what stands around the loop in a Trainer that has nothing there."""
+    """Raise for options that `Trainer(barebones=True)` excludes, such as loggers and callbacks."""
     for name, allowed in _NOTHING_AROUND.items():
         value = given.get(name, allowed[0])
         if not any(value is each or (value == each and not isinstance(value, bool)) for each in allowed):
@@ -410,7 +410,7 @@ def check_barebones(given: Mapping[str, Any]) -> None:
 
 
 def log_nothing(name: str, *_: Any) -> None:
-    """Stand for the `log` of a barebones run, which keeps no values."""
+    """Replace `log` in a barebones run: warn and discard the value."""
     rank_zero_warn(
         f"You are logging {name!r}, but `Trainer(barebones=True)` is configured: values are not kept. Leave barebones "
         "out to log.",
@@ -419,7 +419,7 @@ def log_nothing(name: str, *_: Any) -> None:
 
 
 def explain_ones(given: Mapping[str, Any]) -> None:
-    """Write what 1 and 1.0 mean, where they are so easily taken for each other."""
+    """Log what a limit of 1 (one batch) or 1.0 (all batches) means, as the two are easily confused."""
     for name, where in _LIMITS.items():
         value = given.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value == 1:
@@ -432,7 +432,7 @@ def explain_ones(given: Mapping[str, Any]) -> None:
 
 
 class Shown(Option[Any]):
-    """An option of the Trainer that reads as a number where it was left open."""
+    """Trainer option that reads as a number if the user did not set it."""
 
     def __init__(self, default: float, left_open: float | None = None) -> None:
         self._default, self._left_open = default, left_open

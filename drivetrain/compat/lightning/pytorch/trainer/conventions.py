@@ -1,4 +1,4 @@
-"""What a run takes for loaders, shows to hooks and begins with, as Lightning's does."""
+"""Lightning's conventions for data loaders, hooks and the start of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from drivetrain.trainer.optimizers import SCHEDULER_KEYS, SchedulerConfig
 
 
 def warn_of_loader(loader: object, stage: Stage, num_devices: int, spawns: bool) -> None:
-    """Warn of a loader that is slow, or evaluates in a random order."""
+    """Warn about a slow data loader, or about one that shuffles during evaluation."""
     if not isinstance(loader, DataLoader):
         return
     name = stage.loader_name
@@ -62,10 +62,10 @@ def _starts_from_nothing(spawns: bool) -> bool:
 
 
 def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
-    """A loader whose processes take every n-th sample.
+    """Return a data loader whose ranks read every n-th sample.
 
-    The order of one process, which drivetrain itself keeps on several, would give other losses than Lightning there.
-    That shuffles training data on several processes by the seed and the epoch, also where the loader does not.
+    drivetrain keeps the single-process order on several ranks. Lightning's order differs: there, training data is
+    shuffled by seed and epoch, even if the loader does not shuffle.
     """
     if shard.count == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
         return loader
@@ -107,7 +107,7 @@ class InterleavedOrder(InterleavingSampler):
 
 
 def _equal_on_all(drawn: list[Any]) -> list[Any]:
-    """Return rank 0's indices if a sampler drew others in other processes, which would repeat and omit samples."""
+    """Return rank 0's indices if ranks drew different ones, which would repeat and skip samples."""
     digests = gather_object([hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()])
     if len(set(digests)) > 1:
         [drawn] = broadcast_object_list([drawn])
@@ -118,19 +118,19 @@ def _equal_on_all(drawn: list[Any]) -> list[Any]:
 
 
 class LightningFitLoop(FitLoop):
-    """`FitLoop`, which validates before a stop within an epoch and calls most hooks of its start once."""
+    """`FitLoop` that validates before stopping mid-epoch, and calls most start hooks only once."""
 
     def stop_epoch(self) -> bool:
-        """Validate first if a callback or `max_time` ends the run, so that a checkpoint has its score."""
+        """Stop the epoch. Validate first if a callback or `max_time` stops it, so that a checkpoint has a score."""
         is_done = super().stop_epoch()
         if not is_done and self._trainer.control.stops_by_request:
             self.validate_within_epoch()
         return is_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call `on_train_epoch_start`; for an epoch that a checkpoint was written within, of this package's callbacks.
+        """Call `on_train_epoch_start`. If an epoch resumes midway, call it only on this package's callbacks.
 
-        Those get ready for the rest of the epoch. Callbacks derived from them are called too.
+        They prepare for the rest of the epoch. Subclasses of them are called too.
         """
         if not is_again:
             super().call_epoch_start(is_again)
@@ -145,16 +145,16 @@ class LightningFitLoop(FitLoop):
 
 
 def _own_class(callback: Callback) -> type:
-    """The nearest of this package's classes that a callback is derived from."""
+    """Return the nearest base class of a callback that this package defines."""
     package = __name__.partition(".")[0]
     return next(kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == package)
 
 
 class LightningConventions(CoreTrainer):
-    """`drivetrain.Trainer` with Lightning's conventions, which the mirror's Trainer is made of."""
+    """Mixin of the mirror's Trainer with Lightning's conventions."""
 
     def begin_training(self, task: Task) -> None:
-        """Begin without gradients, and refuse a checkpoint from after the last epoch that was asked for."""
+        """Clear the gradients. Raises if the checkpoint is from after the last requested epoch."""
         task.zero_grad()
         if self.task_run.checkpoint_path is None:
             return
@@ -166,12 +166,12 @@ class LightningConventions(CoreTrainer):
             )
 
     def combine_loaders(self, given: Any, stage: Stage) -> Any:
-        """Combine several loaders: a list is several, unless it holds numbers or strings."""
+        """Combine data loaders. A list is several loaders, unless it holds numbers or strings."""
         mode = "max_size_cycle" if stage is Stage.TRAIN else "sequential"
         return CombinedLoader(given, mode) if is_structure(given) and given else given
 
     def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-        """Warn of the keys that a scheduler's dict cannot have, and leave them out."""
+        """Read a scheduler's configuration. Unknown keys are ignored with a warning."""
         if isinstance(given, Mapping):
             unknown = {key for key in given if key not in SCHEDULER_KEYS}
             if unknown:
@@ -181,7 +181,7 @@ class LightningConventions(CoreTrainer):
         return super().read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Count one step, if there was a batch."""
+        """Return 1, the optimizer steps to count, or 0 if no batch was available."""
         # Another process may have had a batch, and all must count alike.
         return int(self.world_size > 1 or not all(batch.is_missing for batch in window))
 
@@ -190,12 +190,12 @@ class LightningConventions(CoreTrainer):
 
     @property
     def validates_whole_epochs(self) -> bool:
-        """Whether callbacks take it so: 1 as well as 1.0, which are the same to Lightning's."""
+        """True if `val_check_interval` is 1 or 1.0, which Lightning's callbacks treat alike."""
         return bool(self.val_check_interval == 1)
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the last batch of an epoch is under way, or was the last that there was."""
+        """True if the epoch's last batch is running, or was the last to run."""
         current, progress = self.current, self.progress
         if current.stage is Stage.TRAIN and current.batch_info is not None:
             return super().is_last_batch

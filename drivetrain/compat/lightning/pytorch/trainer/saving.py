@@ -1,4 +1,4 @@
-"""How the mirror's Trainer writes checkpoints, and opens them."""
+"""Save and load checkpoints in the mirror's Trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEVER = {*ENTRIES, "loaders", "registered", "classes"} - _ALWAYS - _WHERE_FILLE
 
 @contextmanager
 def with_lightnings_names(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a checkpoint with Lightning's names alone, the counters of its loops and its version among them."""
+    """Yield a checkpoint with only Lightning's keys, including loop counters and version."""
     hidden = {name for name in state if name in _NEVER or (name in _WHERE_FILLED and not state[name])}
     shown = {name: value for name, value in state.items() if name not in hidden}
     progress = state.get("progress")
@@ -44,7 +44,7 @@ def with_lightnings_names(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class ScriptFiles(LightningFormat):
-    """Files in Lightning's format, whose objects are pickled, beside directories."""
+    """Checkpoint files in Lightning's format, with pickled objects, besides checkpoint directories."""
 
     keeps_objects = True
     shown_to_hooks = staticmethod(with_lightnings_names)
@@ -62,7 +62,7 @@ class ScriptFiles(LightningFormat):
 
 
 class PluginFiles(ScriptFiles):
-    """The checkpoints of a script's `CheckpointIO`, wherever it keeps them."""
+    """Checkpoints of a script's `CheckpointIO` plugin, in any location."""
 
     def __init__(
         self, trainer: LightningSaving, weights_only: bool | None, plugin: CheckpointIO, storage_options: Any
@@ -101,7 +101,7 @@ class PluginFiles(ScriptFiles):
 
 
 class LightningSaving(LightningConventions):
-    """`drivetrain.Trainer` with Lightning's files, or what a script's plugin makes of them."""
+    """Mixin that saves checkpoints as Lightning files or through a `CheckpointIO` plugin."""
 
     _weights_only: bool | None = None  # what the verb under way was given
     _storage_options: Any = None
@@ -113,7 +113,7 @@ class LightningSaving(LightningConventions):
         storage_options: Any = None,
         **options: Any,
     ) -> PendingSave:
-        """Write a checkpoint; call it on all processes."""
+        """Save a checkpoint. Call it on all processes."""
         if self.task is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
@@ -126,10 +126,10 @@ class LightningSaving(LightningConventions):
             self._storage_options = None
 
     def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
-        """The format in which `save_checkpoint` writes where none is given.
+        """Return the default format of `save_checkpoint` for a path.
 
-        `"lightning"`, one file, where each process holds the whole state, or a plugin writes it; `"drivetrain"`, a
-        directory, where the state is sharded, is written in the background, or goes to a URL.
+        `"lightning"` (one file) if each process holds the full state or a plugin writes the checkpoint. `"drivetrain"`
+        (a directory) if the state is sharded, written in the background or saved to a URL.
         """
         if isinstance(self.checkpoint_format, PluginFiles):
             return "lightning"
@@ -138,7 +138,7 @@ class LightningSaving(LightningConventions):
 
     @property
     def checkpoint_format(self) -> ScriptFiles:
-        """How checkpoints are written, read and removed: by the plugin that the script gave, if it gave one."""
+        """Writer of the checkpoints: the script's plugin, or the default files."""
         plugin = with_members(self.strategy, "32").given_checkpoint_io
         if self._storage_options is None and (plugin is None or type(plugin) is TorchCheckpointIO):
             return ScriptFiles(self, self._weights_only)
@@ -146,9 +146,9 @@ class LightningSaving(LightningConventions):
 
     @contextmanager
     def closing_checkpoints(self) -> Iterator[None]:
-        """Let the plugin that writes checkpoints end its work after the body.
+        """Call the checkpoint plugin's `teardown` after the `with` body.
 
-        What it raises is raised on all processes, unless the body has raised: then it is logged.
+        An error of `teardown` is raised on all processes. If the body has raised too, the error is only logged.
         """
         strategy: Any = self.strategy
         try:

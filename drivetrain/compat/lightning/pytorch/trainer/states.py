@@ -1,4 +1,4 @@
-"""What a Trainer does, in Lightning's words."""
+"""Lightning's enums for the state of a Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
 
 class TrainerStatus(LightningEnum):
-    """How far a verb has come."""
+    """Progress of `fit`, `validate`, `test` or `predict`."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -25,12 +25,12 @@ class TrainerStatus(LightningEnum):
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing runs any more."""
+        """True if the run has finished or was interrupted."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
 class TrainerFn(LightningEnum):
-    """A verb of the Trainer."""
+    """Method of the Trainer that is running."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -39,7 +39,7 @@ class TrainerFn(LightningEnum):
 
 
 class RunningStage(LightningEnum):
-    """What runs within a verb."""
+    """Stage of the run."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -49,23 +49,23 @@ class RunningStage(LightningEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Whether it evaluates."""
+        """True for validation, test and the sanity check."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
     def dataloader_prefix(self) -> str | None:
-        """The word in the names of its loaders."""
+        """Prefix of the stage's data loader names, such as `"val"`."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 
 @dataclass
 class TrainerState:
-    """What a Trainer does.
+    """State of a Trainer: method, stage and status.
 
     Attributes:
-        status: How far the verb has come.
-        fn: The verb, the last one after it; None before the first.
-        stage: What runs now; None between two verbs.
+        status: Progress of the current or last method.
+        fn: The current or last method, or None before the first.
+        stage: The current stage, or None if nothing runs.
     """
 
     status: TrainerStatus = TrainerStatus.INITIALIZING
@@ -74,17 +74,17 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Whether the verb has ended by itself."""
+        """True if the run has finished."""
         return self.status == TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing runs any more."""
+        """True if the run has finished or was interrupted."""
         return self.status.stopped
 
 
 def state_of(trainer: Trainer, running: Stage | None) -> TrainerState:
-    """What a Trainer does."""
+    """Return the current state of a Trainer."""
     verb = running or trainer.task_run.stage
     if verb is None:
         return TrainerState()

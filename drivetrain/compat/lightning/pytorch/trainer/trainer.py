@@ -1,4 +1,4 @@
-"""`Trainer` with the arguments and members that only scripts written for Lightning use."""
+"""`Trainer` with the additional arguments and members of Lightning's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _WORDS = {
 
 
 class Trainer(LightningSaving):
-    """`drivetrain.Trainer` as Lightning's scripts make and read it."""
+    """`drivetrain.Trainer` with the arguments and members that Lightning's scripts use."""
 
     limit_train_batches = Shown(1.0)
     limit_val_batches = Shown(1.0)
@@ -153,19 +153,19 @@ class Trainer(LightningSaving):
     predict = lightning_verb(CoreTrainer.predict)
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Warn of a slow loader. For training, let processes take every n-th sample if `use_distributed_sampler`."""
+        """Warn about a slow loader. Training ranks read every n-th sample if `use_distributed_sampler`."""
         warn_of_loader(loader, stage, self.num_devices, self._spawns)
         if stage is not Stage.TRAIN or not self.use_distributed_sampler:
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """This process's share: all of a stream, whose dataset takes its part by itself."""
+        """Return this rank's share of the data. An iterable dataset is not sharded, as it shards itself."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return DataShard() if is_stream else super().shard_of(loader)
 
     def choose_checkpoint(self, given: Any) -> Any:
-        """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to."""
+        """Return the given checkpoint, or the one assigned to `ckpt_path`."""
         chosen = self._chosen_path
         if chosen is None or given is None:
             return chosen if given is None else given
@@ -177,7 +177,7 @@ class Trainer(LightningSaving):
         return given
 
     def settle_epochs(self) -> None:
-        """Take the usual number of epochs at the start of a `fit`, where none was given."""
+        """Set the default number of epochs at the start of `fit` if the user gave no limit."""
         if not self._leaves_epochs_open:
             return
         self._leaves_epochs_open = False
@@ -190,7 +190,7 @@ class Trainer(LightningSaving):
 
     @contextmanager
     def running(self, stage: Stage, weights_only: bool | None = None) -> Iterator[None]:
-        """Be in a verb in the body, also before its first batch."""
+        """Mark a method such as `fit` as running in the `with` body, also before its first batch."""
         self._running, self._weights_only = stage, weights_only
         if stage is Stage.TRAIN:
             self._was_cut_short = False
@@ -203,7 +203,7 @@ class Trainer(LightningSaving):
             self._was_cut_short = self.progress.batches_in_epoch > 0
 
     def keep_predictions(self, predictions: list[Any], keeps: bool) -> list[Any] | None:
-        """Keep what `predict` has returned; returns it, or None where it was not asked for."""
+        """Store the results of `predict`. Returns them, or None if `keeps` is False."""
         self.predictions, self.keeps_predictions = predictions, keeps
         return predictions if keeps else None
 
@@ -211,7 +211,7 @@ class Trainer(LightningSaving):
 
     @property
     def logger(self) -> Any:
-        """The first logger; setting it replaces all."""
+        """The first logger. Assigning replaces all loggers."""
         return given_as(super().logger)
 
     @logger.setter
@@ -220,7 +220,7 @@ class Trainer(LightningSaving):
 
     @property
     def loggers(self) -> list[Any]:
-        """All loggers; they can be set between two runs."""
+        """All loggers. They can be assigned between two runs."""
         return [given_as(each) for each in super().loggers]
 
     @loggers.setter
@@ -229,18 +229,18 @@ class Trainer(LightningSaving):
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """The values that callbacks see: the latest of each training step, the last of each epoch."""
+        """Metrics for callbacks: the latest value of each training step and the last of each epoch."""
         return CallbackMetrics(self, self.logged.callback_values(with_evaluation_steps=False, newest=True))
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The values for loggers, the latest of each name, also those of steps whose values no logger gets."""
+        """Latest value of each logged metric, including steps between two writes to the loggers."""
         values = {**self.tracker_log.written, **self.logged.step_values(for_logger=True)}
         return {name: as_tensor(value) for name, value in values.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
-        """The values that the progress bar shows."""
+        """Metrics that the progress bar shows."""
         shown = self.logged.bar_values(with_evaluation_steps=True)
         return {name: float(value) for name, value in to_numbers(shown).items()}
 
@@ -248,13 +248,13 @@ class Trainer(LightningSaving):
 
     @property
     def current_epoch(self) -> int:
-        """Epochs so far; one that the last `fit` has cut short counts, and one that a checkpoint was the end of."""
+        """Number of finished epochs. A `fit` that stopped mid-epoch counts that epoch."""
         is_over = self.progress.phase is Phase.CLOSING and self.loop is not None and self.loop.is_resuming
         return self.progress.epoch + (self._was_cut_short or is_over)
 
     @property  # type: ignore[override]
     def max_epochs(self) -> int | None:
-        """Epochs that are trained at most, -1 for any number; None until the first `fit` where none were given."""
+        """Maximum number of epochs, -1 for no limit, or None before the first `fit` if none was given."""
         return None if self._leaves_epochs_open else self.options.max_epochs
 
     @max_epochs.setter
@@ -262,43 +262,43 @@ class Trainer(LightningSaving):
         self.limit_epochs(value)
 
     def limit_epochs(self, value: int | None) -> None:
-        """Set how many epochs are trained at most."""
+        """Set the maximum number of epochs."""
         self._leaves_epochs_open = value is None
         self.change_options(max_epochs=1000 if value is None else value)
 
     @property
     def fit_loop(self) -> FitLoopView:
-        """The loop over epochs, with its counters."""
+        """The training loop with its counters."""
         return self._fit_loop
 
     @property
     def validate_loop(self) -> EvaluationLoopView:
-        """What `validate` runs."""
+        """The loop of `validate`."""
         return EvaluationLoopView(self, Stage.VALIDATE)
 
     @property
     def test_loop(self) -> EvaluationLoopView:
-        """What `test` runs."""
+        """The loop of `test`."""
         return EvaluationLoopView(self, Stage.TEST)
 
     @property
     def predict_loop(self) -> EvaluationLoopView:
-        """What `predict` runs."""
+        """The loop of `predict`."""
         return EvaluationLoopView(self, Stage.PREDICT)
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch; infinite until its loader is there."""
+        """Number of batches in a training epoch, infinite before the loader is created."""
         return float("inf") if self.train_dataloader is None else super().num_training_batches
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Batches of each validation loader, also of those that are combined into one."""
+        """Number of batches of each validation loader."""
         return self._batches_of_each(Stage.VALIDATE, super().num_val_batches)
 
     @property
     def num_test_batches(self) -> list[float]:
-        """The same for testing."""
+        """Number of batches of each test loader."""
         return self._batches_of_each(Stage.TEST, super().num_test_batches)
 
     def _batches_of_each(self, stage: Stage, batches: list[float]) -> list[float]:
@@ -311,7 +311,7 @@ class Trainer(LightningSaving):
 
     @property
     def state(self) -> TrainerState:
-        """What this Trainer does."""
+        """State of the Trainer: method, stage and status."""
         return state_of(self, self._running)
 
     @property
@@ -338,12 +338,12 @@ class Trainer(LightningSaving):
 
     @property
     def evaluating(self) -> bool:
-        """Whether `validate` or `test` runs, not a validation in `fit`."""
+        """True during `validate` and `test`, but not during a validation inside `fit`."""
         return self.task_run.stage in (Stage.VALIDATE, Stage.TEST) and self.stage is not None
 
     @property
     def val_check_batch(self) -> float | None:
-        """Batches between two validations in an epoch; None where they are counted over epochs or by another unit."""
+        """Number of batches between two validations, or None if the interval is in another unit."""
         interval, batches = self.val_check_interval, self.num_training_batches
         if isinstance(interval, float) and self.check_val_every_n_epoch is not None:
             return max(1, int(batches * interval)) if batches != float("inf") else batches
@@ -351,19 +351,19 @@ class Trainer(LightningSaving):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether `fit` validates."""
+        """True if `fit` validates."""
         return self.limit_val_batches != 0 and bool(self.num_val_batches)
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether a scheduler's signal ends the run, or has ended it."""
+        """True if a scheduler's signal has stopped the run."""
         return self.preempted
 
     # what is trained
 
     @property
     def datamodule(self) -> Any:
-        """The data module of the run, or of the last one; it can be set between two runs."""
+        """Data module of the current or last run. It can be assigned between two runs."""
         return super().datamodule
 
     @datamodule.setter
@@ -372,17 +372,17 @@ class Trainer(LightningSaving):
 
     @property
     def lightning_module(self) -> Any:
-        """The task of the run, or of the last one."""
+        """Module of the current or last run."""
         return self.task
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """All early-stopping callbacks."""
+        """All `EarlyStopping` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def ckpt_path(self) -> Any:
-        """The checkpoint that the last verb has taken; one that is set, every verb takes until it is set to None."""
+        """Checkpoint of the last run. An assigned path is used by every run until it is set to None."""
         return self.task_run.checkpoint_path if self._chosen_path is None else self._chosen_path
 
     @ckpt_path.setter
@@ -394,44 +394,44 @@ class Trainer(LightningSaving):
 
     @property
     def strategy(self) -> Any:
-        """The strategy, with Lightning's members beside its own."""
+        """The strategy, with Lightning's members in addition to its own."""
         return with_members(super().strategy, super().precision)
 
     @property
     def device_ids(self) -> list[int]:
-        """The numbers of this machine's devices in use."""
+        """Indices of this machine's devices in use."""
         index = self.strategy.root_device.index
         return [index] if self.num_devices == 1 and index is not None else list(range(self.num_devices))
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine."""
+        """Index of this machine."""
         return self.global_rank // self.num_devices
 
     @property
     def precision(self) -> str:
-        """The name of the number format, as Lightning spells it."""
+        """Name of the precision in Lightning's spelling."""
         return shown_as(super().precision)
 
     @property
     def precision_plugin(self) -> Precision:
-        """The number format."""
+        """Precision plugin of the run."""
         return plugin_of(self.precision, self.strategy.topology.device.type, self.scaler)
 
     @property
     def scaler(self) -> Any:
-        """What scales losses in half precision, if anything does."""
+        """Gradient scaler for fp16, or None."""
         return self.accelerator.scaler
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """This process's share of the data; None for one process."""
+        """Arguments of `DistributedSampler` for this rank, or None with one process."""
         shard = self.strategy.topology.data_shard
         return None if self.world_size == 1 else {"num_replicas": shard.count, "rank": shard.index}
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Batches of each validation loader that are tried before training; none of a verb other than `fit`."""
+        """Number of sanity-check batches of each validation loader. Empty outside `fit`."""
         if self.task_run.stage is not Stage.TRAIN:
             return []
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
@@ -443,7 +443,7 @@ def _starts_interpreters(strategy: Any) -> bool:
 
 
 def _leave_no_report(options: dict[str, Any], loggers: Any) -> None:
-    """Leave no report where no logger writes files, since scripts count on those that Lightning leaves."""
+    """Disable the run report if no logger writes files, as scripts expect only Lightning's files."""
     given = loggers if isinstance(loggers, list | tuple) else [loggers]
     if options.get("enable_run_report") is None and not any(isinstance(each, DirectoryTracker | str) for each in given):
         options["enable_run_report"] = False
@@ -455,7 +455,7 @@ def _refuse_registry(model_registry: str | None) -> None:
 
 
 def _profiler_of(given: Any) -> Any:
-    """The profiler that Lightning has under a name; anything else as it is."""
+    """Return the profiler that Lightning has under a name. Other values are returned unchanged."""
     return PyTorchProfiler() if isinstance(given, str) and given.lower() == "pytorch" else given
 
 

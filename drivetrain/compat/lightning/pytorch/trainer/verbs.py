@@ -31,9 +31,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lightning_verb(verb: F) -> F:
-    """A verb of the Trainer that refuses what is no module with a `TypeError`, and leaves by a `SystemExit`.
+    """Decorate a Trainer method to raise `TypeError` for arguments that are no modules, like Lightning.
 
-    At Ctrl-C its status is 1; where a scheduler ends the run it is a `SIGTERMException`.
+    After Ctrl-C the method raises `SystemExit(1)`. After a scheduler's signal it raises `SIGTERMException`.
     """
     name = verb.__name__
     stage = next(each for each in Stage if each.verb == name)
@@ -101,7 +101,7 @@ def _check_module(trainer: Trainer, name: str, model: Any) -> None:
 
 
 def _leave_predictions(given: dict[str, Any]) -> None:
-    """Refuse to return the predictions of processes that a verb starts."""
+    """Raise if predictions are requested from processes that the strategy spawns."""
     if given.get("return_predictions"):
         raise ProcessRaisedException(
             "`return_predictions` should be set to `False` where the strategy starts processes: write the "
@@ -113,7 +113,7 @@ def _leave_predictions(given: dict[str, Any]) -> None:
 
 
 def _open_experiments(trainer: Trainer) -> None:
-    """Let loggers that call a package by themselves open their runs, which `setup` hooks may read."""
+    """Open the runs of external loggers early, since `setup` hooks may read them."""
     if trainer.is_global_zero:
         for logger in trainer.tracker_group.trackers:
             if isinstance(logger, Logger) and not isinstance(logger, DirectoryTracker):
@@ -121,7 +121,7 @@ def _open_experiments(trainer: Trainer) -> None:
 
 
 def _check_path(path: Any) -> None:
-    """Refuse a path of this machine where nothing is."""
+    """Raise `FileNotFoundError` for a local path that does not exist."""
     if path is None or path in ("auto", "best") or "://" in os.fspath(path):
         return
     if not os.path.exists(path):
@@ -129,7 +129,7 @@ def _check_path(path: Any) -> None:
 
 
 def _last_checkpoint(trainer: Trainer) -> str | None:
-    """The checkpoint saved last by this Trainer, or else by one before it in the same directories."""
+    """Return the checkpoint that this Trainer, or an earlier one in the same directories, saved last."""
     callback = trainer.checkpoint_callback
     found = callback.last_model_path if callback is not None and callback.save_last else ""
     if not found:

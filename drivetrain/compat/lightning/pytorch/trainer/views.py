@@ -1,4 +1,4 @@
-"""The loops and the metrics of a Trainer, as Lightning's scripts read them."""
+"""Loops and metrics of a Trainer under Lightning's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CallbackMetrics(dict[str, Tensor]):
-    """The values that callbacks see; what is written into it, they see too."""
+    """Dict of the metrics for callbacks. Values that a script assigns are visible to callbacks too."""
 
     def __init__(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         super().__init__({name: as_tensor(value) for name, value in values.items()})
@@ -43,20 +43,20 @@ class CallbackMetrics(dict[str, Tensor]):
         super().__setitem__(name, as_tensor(value))
 
     def update(self, *args: Any, **values: Any) -> None:
-        """Write several values."""
+        """Assign several values."""
         for name, value in dict(*args, **values).items():
             self[name] = value
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A value as a scalar of the usual kind of float."""
+    """Return a value as a scalar tensor of torch's default dtype."""
     if not isinstance(value, Tensor):
         return torch.tensor(float(value))
     return value.to(torch.get_default_dtype()) if value.dtype is torch.float64 else value
 
 
 def _check_same(task: Any, data: Any) -> None:
-    """Refuse a task and a data module that both log a hyper-parameter of one name, with different values."""
+    """Raise if a task and a data module log different values for the same hyper-parameter."""
     if data is None or not all(each.__dict__.get("_log_hyperparams", True) for each in (task, data)):
         return
     both = [name for name in task.hparams.keys() & data.hparams.keys() if name != CLASS_PATH]
@@ -76,7 +76,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 class LightningLoggedValues(LoggedValues):
-    """Logged values, of which one name may be logged both by steps and where an epoch begins or ends, as two values."""
+    """Logged values that keep a name logged per step and per epoch as two separate values."""
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
         return (*super().group_of(scope), scope.has_batch)
@@ -87,7 +87,7 @@ class LightningLoggedValues(LoggedValues):
         return f"{entry.name} of the {moment_of(entry.scope)}"
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return a metric's value, or None for a dict or a list of values."""
+        """Return a metric's value, or None if it is a dict or a list."""
         if not isinstance(computed, Tensor | int | float):
             return None
         return super().value_of(name, metric, computed)
@@ -102,7 +102,7 @@ class LightningLoggedValues(LoggedValues):
 
 
 class LightningTrackerLog(TrackerLog):
-    """Counts optimizer steps from 0 for loggers, as Lightning does; an evaluation step's values come without epoch."""
+    """Tracker log that numbers optimizer steps from 0. Values of evaluation steps get no epoch."""
 
     _is_evaluation_step = False
 
@@ -118,7 +118,7 @@ class LightningTrackerLog(TrackerLog):
             self._is_evaluation_step = False
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Count an epoch's values as written: the hooks of its end, which come before, read them there."""
+        """Record an epoch's values as written before its end hooks run, where scripts read them."""
         results = super().finish_epoch(stage, keep)
         if keep:
             self.written.update(to_numbers({each.epoch_name: each.value for each in results if each.logger}))
@@ -156,14 +156,14 @@ Read = Callable[[], float]
 
 
 class Count:
-    """How many of something there were, by how far each came."""
+    """Counter of one unit, such as batches: how many were ready and completed."""
 
     def __init__(self, ready: Read, completed: Read, write: Callable[[int], None] | None = None) -> None:
         self._ready, self._completed, self._write = ready, completed, write
 
     @property
     def ready(self) -> int:
-        """How many were begun: as many as are over where that is set."""
+        """Number that were begun."""
         return int(self._ready())
 
     @ready.setter
@@ -173,7 +173,7 @@ class Count:
 
     @property
     def completed(self) -> int:
-        """How many are over."""
+        """Number that were completed."""
         return int(self._completed())
 
     @completed.setter
@@ -186,7 +186,7 @@ class Count:
 
 
 class Counts:
-    """A counter of the pass under way, and of the whole run."""
+    """Counters of the current pass and of the whole run."""
 
     def __init__(self, current: Count, total: Count, is_last_batch: Callable[[], bool] = lambda: False) -> None:
         self.current, self.total = current, total
@@ -194,12 +194,12 @@ class Counts:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the last batch is under way."""
+        """True if the last batch is running."""
         return self._is_last()
 
 
 class _Steps:
-    """`optim_progress`: how often optimizers stepped."""
+    """`optim_progress`: counters of the optimizer steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         progress = trainer.progress
@@ -214,24 +214,24 @@ class _Steps:
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps in all."""
+        """Number of optimizer steps."""
         return self.step.total.completed
 
 
 class DataSourceView:
-    """Where a loop gets its loaders from."""
+    """Source of a loop's data loaders."""
 
     def __init__(self, trainer: Trainer, stage: Stage) -> None:
         self._trainer, self._stage = trainer, stage
 
     def is_defined(self) -> bool:
-        """Whether the verb under way, or the last one, was given loaders or has a hook that makes them."""
+        """Return True if loaders were given, or if a hook creates them."""
         source = self._trainer.task_run.sources.get(self._stage)
         return source is not None and source.is_defined()
 
 
 class EvaluationLoopView:
-    """A loop that validates, tests or predicts."""
+    """Loop of validation, test or prediction."""
 
     def __init__(self, trainer: Trainer, stage: Stage, alone: bool = True) -> None:
         self._trainer, self._stage = trainer, stage
@@ -241,27 +241,27 @@ class EvaluationLoopView:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer."""
+        """The Trainer."""
         return self._trainer
 
     @property
     def max_batches(self) -> list[float]:
-        """Batches of each loader."""
+        """Number of batches of each loader."""
         return self._trainer.current.evaluation_batches.get(self._stage, [])
 
     @property
     def num_dataloaders(self) -> int:
-        """How many loaders there are."""
+        """Number of loaders."""
         return len(self.max_batches)
 
     @property
     def predictions(self) -> list[Any]:
-        """What the last `predict` has returned."""
+        """Results of the last `predict`."""
         return self._trainer.predictions
 
     @property
     def return_predictions(self) -> bool:
-        """Whether the last `predict` has returned them."""
+        """True if the last `predict` returned its results."""
         return self._trainer.keeps_predictions
 
     @property
@@ -270,17 +270,17 @@ class EvaluationLoopView:
 
     @property
     def inference_mode(self) -> bool:
-        """Whether it runs under `torch.inference_mode`."""
+        """True if the loop runs under `torch.inference_mode`."""
         return self._trainer.inference_mode
 
     @property
     def skip(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there are no batches."""
         return sum(self.max_batches) == 0
 
 
 class EpochLoopView:
-    """The loop over the batches of an epoch."""
+    """Loop over the batches of a training epoch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -292,36 +292,36 @@ class EpochLoopView:
         self.val_loop = EvaluationLoopView(trainer, Stage.VALIDATE, alone=False)
 
     def _begun(self) -> float:
-        """Batches of this epoch that were begun; until its first, those of the last one."""
+        """Return the number of batches begun in this epoch, or in the last one before it starts."""
         current = self._trainer.current
         if current.stage is Stage.TRAIN and current.batch_info is not None:
             return current.batch_info.index + 1
         return self._trainer.progress.batches_in_epoch or current.last_epoch[0]
 
     def _finished(self) -> float:
-        """The same of those that were finished."""
+        """Return the number of batches finished in this epoch, or in the last one before it starts."""
         current, finished = self._trainer.current, self._trainer.progress.batches_in_epoch
         is_under_way = current.stage is Stage.TRAIN and current.batch_info is not None
         return finished if finished or is_under_way else current.last_epoch[1]
 
     @property
     def batch_idx(self) -> int:
-        """The number of the batch under way in its epoch."""
+        """Index of the current batch in its epoch."""
         return self.batch_progress.current.ready - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """Its number in the run."""
+        """Index of the current batch in the run."""
         return self.batch_progress.total.ready - 1
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps."""
         return self._trainer.global_step
 
     @property
     def _batches_that_stepped(self) -> int:
-        """The step under which loggers write: until a batch is over, that before its own."""
+        """Step number for loggers. It stays that of the previous batch until the current batch ends."""
         trainer, current = self._trainer, self._trainer.current
         is_under_way = current.stage is Stage.TRAIN and current.batch_info is not None
         has_stepped = is_under_way and not trainer.accelerator.optimizer_step.is_open
@@ -333,7 +333,7 @@ class EpochLoopView:
 
     @property
     def min_steps(self) -> int | None:
-        """Steps that are taken at least."""
+        """Minimum number of steps, or None."""
         return self._trainer.min_steps
 
     @min_steps.setter
@@ -342,7 +342,7 @@ class EpochLoopView:
 
     @property
     def max_steps(self) -> int:
-        """Steps that are taken at most; -1 for any number."""
+        """Maximum number of steps, -1 for no limit."""
         return self._trainer.max_steps
 
     @max_steps.setter
@@ -351,7 +351,7 @@ class EpochLoopView:
 
 
 class FitLoopView:
-    """The loop over epochs, there before the first `fit` too. Its limits can be set, as those of the Trainer."""
+    """Loop over epochs. It exists before the first `fit`, and its limits can be assigned."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -375,12 +375,12 @@ class FitLoopView:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer."""
+        """The Trainer."""
         return self._trainer
 
     @property
     def max_epochs(self) -> int | None:
-        """Epochs that are trained at most; -1 for any number."""
+        """Maximum number of epochs, -1 for no limit, or None."""
         return self._trainer.max_epochs
 
     @max_epochs.setter
@@ -389,7 +389,7 @@ class FitLoopView:
 
     @property
     def min_epochs(self) -> int | None:
-        """Epochs that are trained at least."""
+        """Minimum number of epochs, or None."""
         return self._trainer.min_epochs
 
     @min_epochs.setter
@@ -398,17 +398,17 @@ class FitLoopView:
 
     @property
     def min_steps(self) -> int | None:
-        """Steps that are taken at least."""
+        """Minimum number of steps, or None."""
         return self.epoch_loop.min_steps
 
     @property
     def max_steps(self) -> int:
-        """Steps that are taken at most; -1 for any number."""
+        """Maximum number of steps, -1 for no limit."""
         return self.epoch_loop.max_steps
 
     @property
     def max_batches(self) -> float:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         return self._trainer.num_training_batches
 
     def _should_accumulate(self) -> bool:
@@ -416,34 +416,34 @@ class FitLoopView:
 
     @property
     def batch_idx(self) -> int:
-        """The number of the batch under way in its epoch."""
+        """Index of the current batch in its epoch."""
         return self.epoch_loop.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
-        """Its number in the run."""
+        """Index of the current batch in the run."""
         return self.epoch_loop.total_batch_idx
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps."""
         return self._trainer.global_step
 
     @property
     def done(self) -> bool:
-        """Whether a limit is reached."""
+        """True if a limit of epochs or steps is reached."""
         trainer = self._trainer
         epochs, steps = trainer.options.max_epochs, trainer.max_steps
         return 0 <= epochs <= trainer.current_epoch or 0 <= steps <= trainer.global_step
 
     @property
     def restarting(self) -> bool:
-        """Whether a checkpoint is being resumed: never seen from outside."""
+        """Always False: a resume is over before scripts can read this."""
         return False
 
     @property
     def skip(self) -> bool:
-        """Whether there is nothing to train on."""
+        """True if there is nothing to train."""
         return self.done or self._trainer.limit_train_batches == 0
 
     @property
@@ -452,7 +452,7 @@ class FitLoopView:
 
 
 class ConnectorView:
-    """A part of Lightning's Trainer that scripts read of, as a view of what the run has."""
+    """Read-only view of one of Lightning's private Trainer parts."""
 
     def __init__(self, name: str, **read: Callable[[], Any]) -> None:
         self._name, self._read = name, read
@@ -464,7 +464,7 @@ class ConnectorView:
 
 
 def is_logging_due(trainer: Trainer) -> bool:
-    """Whether the values of the batch under way reach the loggers."""
+    """Return True if the loggers receive the values of the current batch."""
     every: Any = trainer.log_every_n_steps
     if not isinstance(every, int) or not every or trainer.stage is None:
         return bool(every)

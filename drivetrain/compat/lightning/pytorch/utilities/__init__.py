@@ -1,4 +1,4 @@
-"""Small tools."""
+"""Utilities of the Trainer."""
 
 from __future__ import annotations
 

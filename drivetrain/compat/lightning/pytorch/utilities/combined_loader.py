@@ -1,4 +1,4 @@
-"""Several loaders as one."""
+"""Combine several data loaders into one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CombinedLoader"]
 
 
 class CombinedLoader(data.CombinedLoader):
-    """`drivetrain.CombinedLoader`; iterated by a script it gives each batch with its number and that of its loader."""
+    """`drivetrain.CombinedLoader` that yields (batch, batch index, loader index) to scripts."""
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         super().__init__(iterables, mode)
@@ -22,7 +22,7 @@ class CombinedLoader(data.CombinedLoader):
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders, in their order. Setting it puts others into their places."""
+        """The loaders as a flat list. Assigning replaces them."""
         return self.loaders
 
     @flattened.setter
@@ -36,16 +36,16 @@ class CombinedLoader(data.CombinedLoader):
 
     @property
     def sampler(self) -> Any:
-        """The samplers of the loaders, in their structure; None for those that have none."""
+        """Samplers of the loaders in the same nested structure, with None for loaders without one."""
         return self.in_structure([getattr(loader, "sampler", None) for loader in self.loaders])
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers of the loaders, in their structure; None for those that have none."""
+        """Batch samplers of the loaders in the same nested structure, with None for loaders without one."""
         return self.in_structure([getattr(loader, "batch_sampler", None) for loader in self.loaders])
 
     def reset(self) -> None:
-        """End the iteration under way, with the workers of its loaders."""
+        """Stop the current iteration and its workers."""
         self._under_way = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,11 +61,11 @@ class CombinedLoader(data.CombinedLoader):
         return next(self._under_way)
 
     def begin_together(self) -> list[Any]:
-        """An iterator of each loader, so that the workers of all start at once."""
+        """Create an iterator per loader, so that all workers start at once."""
         return [self.begin(loader) for loader in self.loaders]
 
     def _numbered(self, first: Iterator[Any]) -> Iterator[tuple[Any, int, int]]:
-        """The batches of one loader after the other, each with its number and the loader's."""
+        """Yield the batches of each loader in turn, with the batch index and the loader index."""
         for number, loader in enumerate(self.loaders):
             for index, batch in enumerate(loader if number else first):
                 yield batch, index, number

@@ -1,4 +1,4 @@
-"""Modules that `torch.compile` has compiled."""
+"""Support for modules that `torch.compile` has compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drivetrain.trainer.compiling import is_compiled, leave_compiled, uncompiled
 
 
 def from_compiled(model: Any) -> LightningModule:
-    """The module in what `torch.compile(module)` has returned, with its forward and its steps compiled."""
+    """Return the module behind `torch.compile(module)`, with compiled forward and step methods."""
     found = uncompiled(model)
     if found is model or not isinstance(found, LightningModule):
         raise ValueError(f"`model` is required to be a compiled LightningModule. Found a `{type(model).__name__}`.")
@@ -17,7 +17,7 @@ def from_compiled(model: Any) -> LightningModule:
 
 
 def to_uncompiled(model: Any) -> LightningModule:
-    """A module as it was before it was compiled."""
+    """Return the module without compilation."""
     found = uncompiled(model)
     if not isinstance(found, LightningModule) or not is_compiled(found):
         raise ValueError(f"`model` is required to be a compiled LightningModule. Found a `{type(model).__name__}`.")

@@ -1,4 +1,4 @@
-"""Sizes of batches and loaders."""
+"""Sizes of batches and data loaders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ warning_cache: set[str] = set()
 
 
 def extract_batch_size(batch: Any) -> int:
-    """The number of rows of a batch: the first dimension of the first tensor in it."""
+    """Return the batch size: the first dimension of the batch's first tensor."""
     found = list(_row_counts(batch))
     if not found:
         raise MisconfigurationException(
@@ -52,7 +52,7 @@ def _row_counts(batch: Any) -> Iterator[int]:
 def has_len_all_ranks(
     dataloader: Any, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Whether a loader has a length, and one above 0 on every process. Call it on all processes."""
+    """Return True if the loader has a length above 0 on every process. Call it on all processes."""
     length = sized_len(dataloader)
     if length is None:
         return False

@@ -1,4 +1,4 @@
-"""Norms of gradients."""
+"""Gradient norms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
-    """The norm of each parameter's gradient, and of all of them."""
+    """Return the norm of each parameter's gradient, and the total norm."""
     order = float(norm_type)
     if order <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf', got {norm_type}.")

@@ -1,4 +1,4 @@
-"""Which optional packages are installed, under the names by which examples ask for it."""
+"""Flags for installed optional packages, under the names that examples use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: freeing it, and errors where there is too little."""
+"""Free device memory, and detect out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ is_oom_error = is_out_of_memory
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Detach the tensors of nested data."""
+    """Detach the tensors of a nested structure."""
     return recursively_apply(lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach(), in_dict)
 
 
 def garbage_collection_cuda() -> None:
-    """Collect garbage, and give cached memory of the GPU back."""
+    """Collect garbage and free cached GPU memory."""
     release_memory()

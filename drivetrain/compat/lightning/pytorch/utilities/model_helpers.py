@@ -1,4 +1,4 @@
-"""Whether a hook is overridden, and models of torchvision."""
+"""Check for overridden hooks, and create torchvision models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.trainer import hooks
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[Any] | None = None) -> bool:
-    """Whether an object has its own version of a hook."""
+    """Return True if an object overrides a hook of its base class."""
     if instance is None:
         return False
     base = parent or next((kind for kind in (Task, DataModule, Callback) if isinstance(instance, kind)), None)
@@ -23,7 +23,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Make one of torchvision's models."""
+    """Create a torchvision model by name."""
     try:
         models = importlib.import_module("torchvision.models")
     except ImportError as error:

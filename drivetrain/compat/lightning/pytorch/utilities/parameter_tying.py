@@ -1,4 +1,4 @@
-"""Parameters that a module has under several names."""
+"""Tied parameters, which a module has under several names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Find the parameters that a module has under more than one name."""
+    """Return groups of names that refer to the same parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -14,7 +14,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
-    """Put one parameter under several names, as it was before a module was moved or copied."""
+    """Tie parameters again, as they were before the module was moved or copied."""
     for first, *others in shared_params:
         kept = module.get_parameter(first)
         for name in others:

@@ -1,4 +1,4 @@
-"""Hyper-parameters as a dict with attributes, and what can be pickled."""
+"""Hyper-parameters as a dict with attributes, and checks for pickling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AttributeDict = HyperParameters
 
 
 def is_picklable(obj: object) -> bool:
-    """Whether an object can be pickled."""
+    """Return True if an object can be pickled."""
     try:
         pickle.dumps(obj)
     except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
@@ -25,7 +25,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Leave out of hyper-parameters what cannot be pickled, with a warning."""
+    """Remove hyper-parameters that cannot be pickled, with a warning."""
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         rank_zero_warn(
             f"Attribute {name!r} removed from hparams because it cannot be pickled. You can suppress this warning by "
@@ -35,14 +35,14 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """The names of the `self`, `*args` and `**kwargs` of a class's constructor."""
+    """Return the names of `self`, `*args` and `**kwargs` in a class's constructor. The last two may be None."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     of_kind = {each.kind: each.name for each in parameters}
     return parameters[0].name, of_kind.get(inspect.Parameter.VAR_POSITIONAL), of_kind.get(inspect.Parameter.VAR_KEYWORD)
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """The arguments of the constructor that a frame is in; none for the frame of another function."""
+    """Return the arguments of the constructor call in a frame. Empty for other functions."""
     if frame.f_code.co_name != "__init__" or "__class__" not in frame.f_locals:
         return {}
     names, _, keywords, values = inspect.getargvalues(frame)
@@ -50,7 +50,7 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 
 def collect_init_args(frame: FrameType, path_args: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The arguments of the constructors that led to a frame."""
+    """Return the arguments of all constructor calls on the stack above a frame."""
     found = list(path_args)
     current: FrameType | None = frame
     while current is not None:
@@ -63,17 +63,17 @@ def collect_init_args(frame: FrameType, path_args: list[dict[str, Any]]) -> list
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Whether a module, its data module or the hyper-parameters of one of them have an attribute."""
+    """Return True if a module, its data module or their hyper-parameters have an attribute."""
     return _kept(model, attribute).is_kept
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """The attribute of a module, of its data module or of the hyper-parameters of one of them."""
+    """Return an attribute of a module, its data module or their hyper-parameters."""
     return _found(model, attribute).value
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever it is there: in a module, in its data module and in their hyper-parameters."""
+    """Set an attribute on every one of module, data module and hyper-parameters that has it."""
     _found(model, attribute).write(value)
 
 

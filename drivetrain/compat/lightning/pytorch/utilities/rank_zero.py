@@ -1,4 +1,4 @@
-"""What only the first process does."""
+"""Functions that run on rank 0 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of types that hooks and steps are annotated with."""
+"""Types for annotations of hooks and steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LRSchedulerPLType: TypeAlias = LRScheduler | ReduceLROnPlateau
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """A scheduler, and when it steps."""
+    """Dict with a scheduler and the interval of its steps."""
 
     scheduler: LRSchedulerTypeUnion
     name: str | None
@@ -38,13 +38,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """An optimizer alone."""
+    """Dict with an optimizer."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict, total=False):
-    """An optimizer and its scheduler."""
+    """Dict with an optimizer and its scheduler."""
 
     optimizer: Optimizer
     lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType

@@ -1,4 +1,4 @@
-"""Kinds of warnings."""
+"""Warning categories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the place of Accelerate in processes that have this directory on their module path."""
+"""Package `accelerate` for processes with this directory on `sys.path`: imports the mirror."""
 
 import drivetrain.compat
 

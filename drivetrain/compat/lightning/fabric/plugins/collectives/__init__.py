@@ -1,4 +1,4 @@
-"""Groups of processes, for code that makes its own."""
+"""Collective operations for code that creates its own process groups."""
 
 from __future__ import annotations
 

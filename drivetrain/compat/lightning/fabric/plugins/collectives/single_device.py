@@ -1,4 +1,4 @@
-"""`SingleDeviceCollective`: a group of one process."""
+"""`SingleDeviceCollective`: a process group of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SingleDeviceCollective"]
 
 
 class SingleDeviceCollective(Collective):
-    """Operations of one process, which give back what they are given."""
+    """Collective operations for one process, which return their input."""
 
     @property
     def rank(self) -> int:

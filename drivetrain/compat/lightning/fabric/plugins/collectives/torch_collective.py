@@ -1,4 +1,4 @@
-"""`TorchCollective`: a group of `torch.distributed`."""
+"""`TorchCollective`: a process group of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["TorchCollective"]
 
 
 class TorchCollective(TorchGroup, Collective):
-    """The operations of `torch.distributed` on a group; the group of all processes where none was created.
+    """Collective operations of `torch.distributed` on this object's group, or on the default group.
 
     Attributes:
-        manages_default_group: Whether `setup` has made the group of all processes, which the last `teardown` ends.
+        manages_default_group: True if `setup` created the default group, which the last `teardown` then destroys.
     """
 
     manages_default_group: ClassVar[bool] = False
@@ -35,14 +35,14 @@ class TorchCollective(TorchGroup, Collective):
         return super().group
 
     def setup(self, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> Self:
-        """Make the group of all processes, unless it is there."""
+        """Create the default process group, unless it exists."""
         if not self.is_initialized():
             self.init_group(main_address=main_address, main_port=main_port, **kwargs)
             TorchCollective.manages_default_group = True
         return self
 
     def teardown(self) -> Self:
-        """End this object's group, and after the last one that of all processes, where `setup` has made it."""
+        """Destroy this object's group, and after the last one the default group if `setup` created it."""
         is_member = self.is_member(self.group)
         super().teardown()
         if TorchCollective.manages_default_group and is_member:

@@ -1,4 +1,4 @@
-"""Cluster environments: the processes of a run, as a scheduler numbers them."""
+"""Cluster environments, which read ranks and addresses from a scheduler."""
 
 from __future__ import annotations
 

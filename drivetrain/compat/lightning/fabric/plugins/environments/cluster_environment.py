@@ -1,4 +1,4 @@
-"""`ClusterEnvironment`: which process this is among how many, and where the first one is."""
+"""`ClusterEnvironment`: rank, world size and address of the main process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["ClusterEnvironment"]
 
 
 class ClusterEnvironment(ABC):
-    """The processes of a run, as a scheduler numbers them. `Trainer(plugins=...)` and `Fabric(plugins=...)` take one.
+    """Ranks and addresses from a scheduler. `Trainer(plugins=...)` and `Fabric(plugins=...)` accept an instance.
 
-    Those of this package read variables that the core finds by itself: they need not be given. A subclass of a script
-    is for schedulers that nothing here reads.
+    The environments of this package are detected automatically and need not be passed. Write a subclass for a scheduler
+    that is not supported.
 
     Attributes:
-        is_found_by_itself: Whether the core reads the same variables without being given this object.
+        is_found_by_itself: True if drivetrain detects this environment without the object.
     """
 
     is_found_by_itself: ClassVar[bool] = False
@@ -26,55 +26,55 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether the scheduler starts the processes."""
+        """True if the scheduler starts the processes."""
 
     @property
     @abstractmethod
     def main_address(self) -> str:
-        """The address of the first process."""
+        """Address of rank 0."""
 
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """The port of the first process."""
+        """Port of rank 0."""
 
     @staticmethod
     @abstractmethod
     def detect() -> bool:
-        """Whether this process runs in such an environment."""
+        """Return True if this process runs in the environment."""
 
     @abstractmethod
     def world_size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
 
     @abstractmethod
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes, where the environment does not decide it."""
+        """Set the number of processes, if the environment does not define it."""
 
     @abstractmethod
     def global_rank(self) -> int:
-        """Rank of this process among all."""
+        """Return the global rank of this process."""
 
     @abstractmethod
     def set_global_rank(self, rank: int) -> None:
-        """Set the rank of this process, where the environment does not decide it."""
+        """Set the global rank of this process, if the environment does not define it."""
 
     @abstractmethod
     def local_rank(self) -> int:
-        """Rank of this process on its machine."""
+        """Return the rank of this process on its machine."""
 
     @abstractmethod
     def node_rank(self) -> int:
-        """The number of this machine."""
+        """Return the index of this machine."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse numbers of processes other than those that the scheduler has started."""
+        """Raise if the arguments do not match the processes that the scheduler started."""
 
     def teardown(self) -> None:
-        """Clean up after a run."""
+        """Clean up after a run. Does nothing by default."""
 
     def publish(self, devices: object, num_nodes: int) -> None:
-        """Set the variables from which the core reads which process this is, unless it finds that by itself."""
+        """Set the rank and address variables for drivetrain, unless it detects the environment itself."""
         if self.is_found_by_itself or not self.creates_processes_externally:
             return
         if isinstance(devices, int):
@@ -92,7 +92,7 @@ class ClusterEnvironment(ABC):
 
 
 class ExternalEnvironment(ClusterEnvironment):
-    """An environment whose scheduler starts the processes, and numbers them.
+    """Base class of environments whose scheduler starts the processes and assigns ranks.
 
     Attributes:
         variables: The variables that hold `world_size`, `global_rank`, `local_rank` and `node_rank`.
@@ -102,7 +102,7 @@ class ExternalEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
     def world_size(self) -> int:

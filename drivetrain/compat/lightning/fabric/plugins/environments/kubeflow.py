@@ -12,7 +12,7 @@ __all__ = ["KubeflowEnvironment"]
 
 
 class KubeflowEnvironment(ExternalEnvironment):
-    """The variables that the operator sets; each machine holds one process unless `LOCAL_RANK` is set."""
+    """Environment of Kubeflow's `PyTorchJob`. Each machine has one process unless `LOCAL_RANK` is set."""
 
     variables: ClassVar[Mapping[str, str]] = {"world_size": "WORLD_SIZE", "global_rank": "RANK", "node_rank": "RANK"}
 
@@ -26,7 +26,7 @@ class KubeflowEnvironment(ExternalEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Nothing distinguishes it from other places that set the same variables."""
+        """Raise `NotImplementedError`: other environments set the same variables."""
         raise NotImplementedError(
             "The Kubeflow environment can't be detected automatically. Give it: plugins=KubeflowEnvironment()."
         )

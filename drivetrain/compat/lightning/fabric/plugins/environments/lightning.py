@@ -1,4 +1,4 @@
-"""`LightningEnvironment`: processes that the launcher of a script starts."""
+"""`LightningEnvironment`: processes that the script's launcher starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LightningEnvironment"]
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """One machine, or several on which the script is started by hand with the usual variables set.
+    """Default environment: one machine, or several on which the user starts the script by hand.
 
     `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` and `LOCAL_RANK` are read; with the last one each process has been started
     by hand.
@@ -25,7 +25,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether each process was started by hand."""
+        """True if the user started each process, which sets `LOCAL_RANK`."""
         return "LOCAL_RANK" in os.environ
 
     @property
@@ -34,7 +34,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """The port of the first process; a free one that stays the same where none is given."""
+        """Port of rank 0: `MASTER_PORT`, or a free port that is chosen once."""
         if self._port is None:
             given = os.environ.get("MASTER_PORT")
             self._port = free_port() if given is None else int(given)
@@ -42,7 +42,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """True: it is what is left where no scheduler is found."""
+        """Return True: this environment is the fallback."""
         return True
 
     def world_size(self) -> int:
@@ -64,5 +64,5 @@ class LightningEnvironment(ClusterEnvironment):
         return int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0)))
 
     def teardown(self) -> None:
-        """Remove the number of processes from the variables, so that a further run may have another."""
+        """Remove `WORLD_SIZE` from the environment, so that the next run can use another number of processes."""
         os.environ.pop("WORLD_SIZE", None)

@@ -1,4 +1,4 @@
-"""`LSFEnvironment`: processes that `jsrun` starts on a cluster of LSF."""
+"""`LSFEnvironment`: processes that `jsrun` starts on an LSF cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANKFILE, _JOB = "LSB_DJOB_RANKFILE", "LSB_JOBID"
 
 
 class LSFEnvironment(ExternalEnvironment):
-    """The variables that LSF and `jsrun` set, and the list of machines in the file that one of them names."""
+    """Environment of LSF and `jsrun`, read from their variables and rank file."""
 
     variables: ClassVar[Mapping[str, str]] = {
         "world_size": "JSM_NAMESPACE_SIZE",
@@ -35,12 +35,12 @@ class LSFEnvironment(ExternalEnvironment):
 
     @property
     def main_port(self) -> int:
-        """A port that all processes of the job derive alike, from the number of the job."""
+        """Port of rank 0, derived from the job ID so that all processes agree."""
         return self._port
 
     @staticmethod
     def detect() -> bool:
-        """Whether `jsrun` has started this process."""
+        """Return True if `jsrun` started this process."""
         return all(name in os.environ for name in (_RANKFILE, _JOB, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"))
 
     def node_rank(self) -> int:
@@ -54,7 +54,7 @@ class LSFEnvironment(ExternalEnvironment):
 
 
 def _hosts() -> list[str]:
-    """The machines that compute, without the one from which the job was started, which comes first."""
+    """Return the compute hosts of the rank file. Its first host, which submits the job, is left out."""
     path = os.environ.get(_RANKFILE)
     if path is None:
         raise ConfigurationError(f"Did not find the environment variable `{_RANKFILE}`. Start the script with `jsrun`.")

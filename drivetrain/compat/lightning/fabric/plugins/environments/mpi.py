@@ -15,7 +15,7 @@ _MPI4PY_AVAILABLE = importlib.util.find_spec("mpi4py") is not None
 
 
 class MPIEnvironment(ExternalEnvironment):
-    """What the package `mpi4py` reports."""
+    """Environment of MPI, read through `mpi4py`."""
 
     is_found_by_itself = True
 
@@ -28,21 +28,21 @@ class MPIEnvironment(ExternalEnvironment):
 
     @property
     def main_address(self) -> str:
-        """The name of the first process's machine, which it sends to the others."""
+        """Host name of rank 0, which broadcasts it to the other ranks."""
         if self._main_address is None:
             self._main_address = str(self._comm_world.bcast(socket.gethostname(), root=0))
         return self._main_address
 
     @property
     def main_port(self) -> int:
-        """A free port of the first process's machine, which it sends to the others."""
+        """Free port on the machine of rank 0, which broadcasts it to the other ranks."""
         if self._main_port is None:
             self._main_port = int(self._comm_world.bcast(free_port(), root=0))
         return self._main_port
 
     @staticmethod
     def detect() -> bool:
-        """Whether there are several processes."""
+        """Return True if there are several MPI processes."""
         return _MPI4PY_AVAILABLE and bool(_world().Get_size() > 1)
 
     def world_size(self) -> int:
@@ -61,7 +61,7 @@ class MPIEnvironment(ExternalEnvironment):
         return self._node_rank
 
     def _group_by_machine(self) -> None:
-        """Number the machines in the order of their first processes; called by all processes."""
+        """Assign numbers to the machines by their lowest rank. Call it on all processes."""
         if self._node_rank is not None:
             return
         mine = socket.gethostname()

@@ -22,7 +22,7 @@ _FIRST_HOST = re.compile(r"([^\[,\s]*)(?:\[([^\],-]+)[^\]]*\]([^,\s]*))?")
 
 
 class SLURMEnvironment(ExternalEnvironment):
-    """The variables that SLURM sets."""
+    """Environment of SLURM, read from its variables."""
 
     is_found_by_itself = True
     variables: ClassVar[Mapping[str, str]] = {
@@ -44,13 +44,13 @@ class SLURMEnvironment(ExternalEnvironment):
 
     @property
     def main_address(self) -> str:
-        """`MASTER_ADDR`, or the first machine of the job."""
+        """Address of rank 0: `MASTER_ADDR`, or the first host of the job."""
         given = os.environ.get("MASTER_ADDR")
         return self.resolve_root_node_address(os.environ.get("SLURM_NODELIST", "127.0.0.1")) if given is None else given
 
     @property
     def main_port(self) -> int:
-        """`MASTER_PORT`, or a port that all processes of the job derive alike, from its number."""
+        """Port of rank 0: `MASTER_PORT`, or a port derived from the job ID so that all processes agree."""
         given, job = os.environ.get("MASTER_PORT"), os.environ.get("SLURM_JOB_ID")
         if given is not None:
             return int(given)
@@ -58,24 +58,24 @@ class SLURMEnvironment(ExternalEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether `srun` has started this process."""
+        """Return True if `srun` started this process."""
         _warn_without_srun()
         return _is_started_by_srun()
 
     @staticmethod
     def job_name() -> str | None:
-        """The name of the job."""
+        """Return the name of the SLURM job, or None."""
         return os.environ.get("SLURM_JOB_NAME")
 
     @staticmethod
     def job_id() -> int | None:
-        """The number of the job; None in an interactive one."""
+        """Return the ID of the SLURM job, or None in an interactive job."""
         number = os.environ.get("SLURM_JOB_ID")
         return None if number is None or not number.isdigit() or _is_interactive() else int(number)
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """The first machine of a list."""
+        """Return the first host of a SLURM node list."""
         found = _FIRST_HOST.match(nodes.strip())
         return "".join(part for part in found.groups() if part) if found else nodes
 

@@ -13,7 +13,7 @@ __all__ = ["TorchElasticEnvironment"]
 
 
 class TorchElasticEnvironment(ExternalEnvironment):
-    """The variables that torchrun sets."""
+    """Environment of torchrun, read from its variables."""
 
     is_found_by_itself = True
     variables: ClassVar[Mapping[str, str]] = {
@@ -32,7 +32,7 @@ class TorchElasticEnvironment(ExternalEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether torchrun has started this process."""
+        """Return True if torchrun started this process."""
         return "TORCHELASTIC_RUN_ID" in os.environ
 
     def node_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""`XLAEnvironment`: processes on a TPU pod."""
+"""`XLAEnvironment`: processes on TPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["XLAEnvironment"]
 
 
 class XLAEnvironment(ExternalEnvironment):
-    """What the runtime of `torch_xla` reports."""
+    """Environment of TPUs, read from the runtime of `torch_xla`."""
 
     is_found_by_itself = True
 
     @property
     def creates_processes_externally(self) -> bool:
-        """False: the launcher starts them."""
+        """Always False: the launcher starts the processes."""
         return False
 
     @property
@@ -31,7 +31,7 @@ class XLAEnvironment(ExternalEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether there is a TPU."""
+        """Return True if a TPU is available."""
         return XLAAccelerator.is_available()
 
     def world_size(self) -> int:

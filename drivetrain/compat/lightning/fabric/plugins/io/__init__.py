@@ -1,4 +1,4 @@
-"""What writes checkpoints as files, reads and removes them."""
+"""Plugins that write, read and remove checkpoints."""
 
 from __future__ import annotations
 

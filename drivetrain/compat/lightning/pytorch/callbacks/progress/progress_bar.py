@@ -1,4 +1,4 @@
-"""`ProgressBar`: what scripts that draw their own progress inherit from."""
+"""`ProgressBar`: base class of progress bars that scripts define."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["ProgressBar", "get_standard_metrics"]
 
 
 class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
-    """A callback that shows how far a run is: titles and totals for it, and the values beside them.
+    """Base class of progress bars, with titles, batch totals and metrics.
 
-    What the Trainer shows by itself counts as one.
+    The Trainer's default progress bar passes `isinstance`.
     """
 
     is_progress_bar: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     @property
     def trainer(self) -> Any:
-        """The Trainer that runs."""
+        """The running Trainer. Raises `TypeError` before a run."""
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__} has no trainer before a run begins.")
         return self._trainer
@@ -39,11 +39,11 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
     # on and off
 
     def enable(self) -> None:
-        """Show progress; subclasses define it."""
+        """Show progress. Subclasses must implement this."""
         raise NotImplementedError(f"{type(self).__name__}.enable")
 
     def disable(self) -> None:
-        """Show nothing, which the Trainer asks for on all processes but the first; subclasses define it."""
+        """Hide progress. The Trainer calls this on all ranks but 0. Subclasses must implement it."""
         raise NotImplementedError(f"{type(self).__name__}.disable")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -55,34 +55,34 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     @property
     def sanity_check_description(self) -> str:
-        """The title of the validation batches before training."""
+        """Title of the sanity check before training."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """The title of an epoch, before its first batch."""
+        """Title of a training epoch."""
         return "Training"
 
     @property
     def validation_description(self) -> str:
-        """The title of a validation."""
+        """Title of a validation."""
         return "Validation"
 
     @property
     def test_description(self) -> str:
-        """The title of a test."""
+        """Title of a test."""
         return "Testing"
 
     @property
     def predict_description(self) -> str:
-        """The title of a prediction."""
+        """Title of a prediction run."""
         return "Predicting"
 
     # totals
 
     @property
     def total_train_batches(self) -> float:
-        """Batches of an epoch, or steps left where those alone end the run; infinite where that is not known."""
+        """Number of batches in this epoch, limited by `max_steps`. Infinite if unknown."""
         trainer = self.trainer
         batches: float = trainer.num_training_batches
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
@@ -91,7 +91,7 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     @property
     def total_val_batches(self) -> float:
-        """Batches of all validation loaders; 0 where the epoch under way ends without a validation."""
+        """Number of batches of all validation loaders, 0 if this epoch has no validation."""
         trainer = self.trainer
         every = trainer.check_val_every_n_epoch or 1
         validates = not trainer.training or (trainer.current_epoch + 1) % every == 0
@@ -99,43 +99,43 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     @property
     def total_val_batches_current_dataloader(self) -> float:
-        """Batches of the validation loader in turn."""
+        """Number of batches of the current validation loader."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> float:
-        """Batches of the test loader in turn."""
+        """Number of batches of the current test loader."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> float:
-        """Batches of the prediction loader in turn."""
+        """Number of batches of the current prediction loader."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     def _of_loader(self, sizes: list[float]) -> float:
         return sizes[self._loader or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return whether a batch is the first of its loader, and remember the loader."""
+        """Return True if `dataloader_idx` differs from that of the previous call."""
         changed = self._loader != dataloader_idx
         self._loader = dataloader_idx
         return changed
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget which loader was shown last."""
+        """Reset the loader index that `has_dataloader_changed` compares with."""
         self._loader = None
 
     # values
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """Return what is shown beside the progress; override it to show something else."""
+        """Return the metrics to show. Override it to show others."""
         shown = dict(trainer.progress_bar_metrics)
         return {**get_standard_metrics(trainer), **shown}
 
 
 class SwitchedBar(ProgressBar):
-    """A progress bar that is on or off, and draws after so many batches."""
+    """Progress bar that can be enabled, disabled and refreshed every n batches."""
 
     def __init__(self, refresh_rate: int) -> None:
         super().__init__()
@@ -144,17 +144,17 @@ class SwitchedBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """After how many batches it draws."""
+        """Number of batches between two refreshes."""
         return self._refresh_rate
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it draws."""
+        """True if the bar is enabled and its refresh rate is not 0."""
         return self._is_on and self._refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Whether it does not draw."""
+        """True if the bar does not draw."""
         return not self.is_enabled
 
     def enable(self) -> None:

@@ -1,4 +1,4 @@
-"""What a row of `RichProgressBar` is made of."""
+"""Columns of `RichProgressBar`."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from rich.text import Text
 
 
 class CustomProgress(Progress):
-    """Rich's progress, drawn when it is asked to."""
+    """`rich.progress.Progress` that refreshes only on request."""
 
 
 class CustomBarColumn(BarColumn):
-    """The bar itself; it pulses where the end is not known."""
+    """Column with the bar, which pulses if the total is unknown."""
 
 
 class StyledColumn(ProgressColumn):
-    """Text in one style."""
+    """Column with text in one style."""
 
     def __init__(self, style: Any) -> None:
         self.style = style
         super().__init__()
 
     def words(self, task: Task) -> str:
-        """Return the text."""
+        """Return the column's text."""
         raise NotImplementedError
 
     def render(self, task: Task) -> Text:
-        """Return the text in its style."""
+        """Return the text in the column's style."""
         return Text(self.words(task), style=self.style)
 
 
 class BatchesProcessedColumn(StyledColumn):
-    """How many batches are done, of how many."""
+    """Column with the number of completed batches and the total."""
 
     def words(self, task: Task) -> str:
         return f"{task.completed:g}/{'--' if task.total is None else format(task.total, 'g')}"
 
 
 class CustomTimeColumn(StyledColumn):
-    """The time that has passed, and the time that is left."""
+    """Column with the elapsed and the remaining time."""
 
     def words(self, task: Task) -> str:
         passed = task.finished_time if task.finished else task.elapsed
@@ -50,18 +50,17 @@ class CustomTimeColumn(StyledColumn):
 
 
 class ProcessingSpeedColumn(StyledColumn):
-    """Batches per second."""
+    """Column with the speed in batches per second."""
 
     def words(self, task: Task) -> str:
         return f"{task.finished_speed or task.speed or 0.0:.2f}it/s"
 
 
 class MetricsTextColumn(StyledColumn):
-    """The values of the row that shows training.
+    """Column with the metrics of the training row.
 
     Attributes:
-        task_id: The row.
-        values: What it shows.
+        task_id: Row that shows the metrics. values: Metrics to show.
     """
 
     def __init__(self, style: Any, delimiter: str, number_format: str) -> None:
@@ -71,7 +70,7 @@ class MetricsTextColumn(StyledColumn):
         self._delimiter, self._format = delimiter, number_format
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Show other values."""
+        """Replace the metrics to show."""
         self.values = metrics
 
     def words(self, task: Task) -> str:

@@ -1,4 +1,4 @@
-"""`RichProgressBar`: bars of rich, which scripts reach and replace."""
+"""`RichProgressBar`: progress bars of the package rich."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ SECONDS_BETWEEN = 0.1
 
 
 class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar):
-    """Shows each pass over batches by a bar of rich.
+    """Progress bars of rich, one per pass over a data loader.
 
     Attributes:
-        progress: Rich's progress of the run, or of the last one; None before.
-        theme: The styles.
-        train_progress_bar_id: Rich's number of the row of the training epoch, also after the run; None where there is
-            none.
-        val_sanity_progress_bar_id: The same of the check before training.
-        val_progress_bar_id: The same of a validation.
-        test_progress_bar_id: The same of a test.
-        predict_progress_bar_id: The same of a prediction.
+        progress: rich's `Progress` of the current or last run, or None.
+        theme: Styles of the columns.
+        train_progress_bar_id: rich's task ID of the training epoch, or None. It is kept after the run.
+        val_sanity_progress_bar_id: Task ID of the sanity check, or None.
+        val_progress_bar_id: Task ID of the validation, or None.
+        test_progress_bar_id: Task ID of the test, or None.
+        predict_progress_bar_id: Task ID of the prediction, or None.
     """
 
     summary_type: ClassVar[type[Callback]] = RichModelSummary
@@ -89,22 +88,22 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
     @property
     def train_progress_bar(self) -> Task:
-        """The row of the training epoch."""
+        """Task in rich for the training epoch."""
         return self._row(self.train_progress_bar_id)
 
     @property
     def val_sanity_check_bar(self) -> Task:
-        """The row of the check before training."""
+        """Task in rich for the sanity check."""
         return self._row(self.val_sanity_progress_bar_id)
 
     @property
     def val_progress_bar(self) -> Task:
-        """The row of a validation."""
+        """Task in rich for the validation."""
         return self._row(self.val_progress_bar_id)
 
     @property
     def test_progress_bar(self) -> Task:
-        """The row of a test."""
+        """Task in rich for the test."""
         return self._row(self.test_progress_bar_id)
 
     def _row(self, number: TaskID | None) -> Task:
@@ -113,7 +112,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         return self.progress.tasks[number]
 
     def configure_columns(self, trainer: Any) -> list[Any]:
-        """Return the columns, without the values, which are always the last; override it for others."""
+        """Return rich's columns except the metrics, which come last. Override it to change them."""
         theme = self.theme
         return [
             TextColumn("[progress.description]{task.description}", style=theme.description or "none"),
@@ -128,7 +127,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         ]
 
     def refresh(self, hard: bool = False) -> None:
-        """Draw."""
+        """Redraw the bars, unless they were drawn a moment ago. With `hard`, always."""
         now = time.monotonic()
         if self.progress is not None and self._is_live and (hard or now - self._drawn_at >= SECONDS_BETWEEN):
             self._drawn_at = now
@@ -153,7 +152,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             self.progress.stop()
 
     def _begin_loader(self, name: str, row: TaskID | None, title: str, dataloader_idx: int) -> TaskID | None:
-        """The row of a loader: a new one, or that of the loader or the pass before, from its start."""
+        """Reset the row of a loader, or add one. Returns the row's ID, or None if bars are off."""
         if not self.has_dataloader_changed(dataloader_idx) or self.progress is None or not self._is_live:
             return row
         total = _known(getattr(self, f"total_{name}_batches_current_dataloader"))
@@ -163,7 +162,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         return row
 
     def _advance(self, row: TaskID | None, batch_idx: int) -> bool:
-        """Count a batch where it is due. Returns whether it was."""
+        """Advance a row at every `refresh_rate` batches. Returns True if the row was redrawn."""
         if row is None or self.progress is None or self.is_disabled:
             return False
         done, total = batch_idx + 1, self.progress.tasks[row].total
@@ -289,5 +288,5 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
 
 def _known(total: float) -> float | None:
-    """A number of batches, or None where it has no end."""
+    """Return the number of batches, or None if it is infinite."""
     return total if math.isfinite(total) else None

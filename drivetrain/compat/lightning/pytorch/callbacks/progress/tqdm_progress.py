@@ -1,4 +1,4 @@
-"""`TQDMProgressBar`: bars of tqdm, which scripts reach and replace."""
+"""`TQDMProgressBar`: progress bars of the package tqdm."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DIGITS = 5
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A bar of tqdm whose numbers do not change their width."""
+    """`tqdm` whose numbers keep a constant width."""
 
     @staticmethod
     def format_num(n: float | str) -> str:
-        """Write a number; one with a point gets zeros up to five characters."""
+        """Format a number. Floats are padded with zeros to five characters."""
         shown = n if isinstance(n, str) else str(tqdm.format_num(n))
         if isinstance(n, float) and "." not in shown and "e" not in shown and math.isfinite(n):
             shown += "."
@@ -39,10 +39,11 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar):
-    """Shows each pass over batches by a bar of tqdm.
+    """Progress bars of tqdm, one per pass over a data loader.
 
     Attributes:
-        seconds_between: The least time between two drawings of a bar; its last one comes in any case. 0 unless set.
+        seconds_between: Minimum seconds between two refreshes of a bar, by default 0. The last refresh is never
+            skipped.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -57,7 +58,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
     @classmethod
     def by_default(cls) -> Self:
-        """The bar of a Trainer that was given none: ten drawings a second, or one for each pass where no one looks."""
+        """Return the Trainer's default bar: ten refreshes a second on a terminal, else one per pass."""
         bar = cls()
         bar.seconds_between = SECONDS_BETWEEN if sys.stdout.isatty() else math.inf
         return bar
@@ -67,29 +68,29 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
     @property
     def process_position(self) -> int:
-        """Lines that are left free above."""
+        """Number of terminal lines that are left free above the bar."""
         return self._process_position
 
     # the bars
 
     @property
     def train_progress_bar(self) -> Any:
-        """The bar of the training epoch."""
+        """Bar of the training epoch."""
         return self._bar("train")
 
     @property
     def val_progress_bar(self) -> Any:
-        """The bar of the validation, or of the check before training."""
+        """Bar of the validation or the sanity check."""
         return self._bar("val")
 
     @property
     def test_progress_bar(self) -> Any:
-        """The bar of the test."""
+        """Bar of the test."""
         return self._bar("test")
 
     @property
     def predict_progress_bar(self) -> Any:
-        """The bar of the prediction."""
+        """Bar of the prediction run."""
         return self._bar("predict")
 
     def _bar(self, name: str) -> Any:
@@ -98,24 +99,24 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         return self._bars[name]
 
     def init_sanity_tqdm(self) -> Tqdm:
-        """Make the bar of the check before training; override it to make another."""
+        """Create the bar of the sanity check. Override it to customize the bar."""
         return self._made(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> Tqdm:
-        """Make the bar of training; override it to make another."""
+        """Create the bar of the training epoch. Override it to customize the bar."""
         return self._made(self.train_description, leave=True, smoothing=0)
 
     def init_validation_tqdm(self) -> Tqdm:
-        """Make the bar of a validation, below that of training if there is one; override it to make another."""
+        """Create the bar of a validation, below the training bar if there is one. Override it to customize the bar."""
         within = self.trainer.state.fn != "validate"
         return self._made(self.validation_description, below=within, leave=not within)
 
     def init_test_tqdm(self) -> Tqdm:
-        """Make the bar of a test; override it to make another."""
+        """Create the bar of a test. Override it to customize the bar."""
         return self._made(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Tqdm:
-        """Make the bar of a prediction; override it to make another."""
+        """Create the bar of a prediction run. Override it to customize the bar."""
         return self._made(self.predict_description, leave=True, smoothing=0)
 
     def _made(self, title: str, below: bool = False, **options: Any) -> Tqdm:
@@ -144,7 +145,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             self._restart(name, totals, f"{title} DataLoader {dataloader_idx}")
 
     def _advance(self, name: str, batch_idx: int) -> bool:
-        """Count a batch, and draw the bar where it is due. Returns whether it was."""
+        """Advance a bar at every `refresh_rate` batches. Returns True if it did."""
         bar, done = self._bar(name), batch_idx + 1
         if not self.is_enabled or (done % self._refresh_rate and done != bar.total):
             return False
@@ -253,7 +254,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         self._end("predict")
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bars."""
+        """Print text above the bars."""
         if any(not bar.disable for bar in self._bars.values()):
             Tqdm.write(sep.join(map(str, args)), **{**kwargs, "file": Lenient(kwargs.get("file") or sys.stdout)})
         else:
@@ -261,7 +262,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
 
 def _rate_wanted(given: int) -> int:
-    """The rate that was given, unless the environment has a higher one."""
+    """Return the given refresh rate, or a higher one that the environment asks for."""
     if given == 1 and "COLAB_GPU" in os.environ:
         given = 20
     return max(given, int(os.environ.get("TQDM_MINITERS", 0)))

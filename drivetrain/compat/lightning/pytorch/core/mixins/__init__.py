@@ -1,4 +1,4 @@
-"""What the classes of the core are made of."""
+"""Mixins of modules and data modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HyperparametersMixin`: what a class needs to keep its hyper-parameters."""
+"""`HyperparametersMixin`: saves constructor arguments as hyper-parameters."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ PRIMITIVES = (bool, int, float, str)
 
 
 class HyperparametersMixin(HoldsHyperParameters):
-    """Keeps hyper-parameters, modules among them, and those of the objects of this kind that it is made within.
+    """Mixin that saves hyper-parameters, modules included, also from enclosing constructors.
 
-    A module can be read in `self.hparams`. Lightning's files hold it, as Lightning does it; loggers do not get it.
+    A module among the arguments is stored in `self.hparams` and in Lightning's checkpoint files, but is not logged.
     """
 
     @classmethod
     def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
-        """Make an object when a checkpoint is loaded, of those arguments that the constructor takes."""
+        """Create an object from a checkpoint, with the arguments that the constructor accepts."""
         return super().construct_with(arguments_for(cls, arguments))
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add arguments to `hparams`, modules too."""
+        """Add arguments to `hparams`, including modules."""
         self.hparams.update(chosen)
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Remember the constructor's arguments, as `drivetrain.Task.save_hyperparameters` does."""
+        """Save the constructor's arguments in `hparams`, like `drivetrain.Task.save_hyperparameters`."""
         numbers = [value for value in args if isinstance(value, bool | int | float)]
         if numbers:
             raise ValueError(
@@ -66,7 +66,7 @@ class HyperparametersMixin(HoldsHyperParameters):
 
 
 def _arguments_around(frame: FrameType | None, owner: Any) -> dict[str, Any]:
-    """The arguments of the constructors that make an object as a part, the nearest first."""
+    """Return the arguments of all enclosing constructor calls. The innermost one takes precedence."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name in ("__init__", "__post_init__"):
         first = frame.f_code.co_varnames[:1]

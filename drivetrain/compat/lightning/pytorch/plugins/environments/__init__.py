@@ -1,4 +1,4 @@
-"""Cluster environments: the same as for Fabric."""
+"""Cluster environments, the same as those of Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AsyncCheckpointIO`: another plugin's files, written while training continues."""
+"""`AsyncCheckpointIO`: write checkpoints in a background thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["AsyncCheckpointIO"]
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Lets another plugin write in a thread, one checkpoint after the other, each as it was when it was saved.
+    """Plugin that copies each checkpoint, and lets another plugin write it in a background thread.
 
-    Checkpoints are removed in the same thread, after those that take their place are written, and not at all once one
-    could not be written. That error is raised at the next save, or when the verb is over.
+    Old checkpoints are removed in the same thread, after their replacements are written. After a failed write nothing
+    more is removed. The error is raised at the next save, or when `fit` ends.
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
@@ -33,7 +33,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes checkpoints."""
+        """The plugin that writes the checkpoints."""
         if self._inner is None:
             self._inner = TorchCheckpointIO()
         return self._inner
@@ -43,22 +43,22 @@ class AsyncCheckpointIO(CheckpointIO):
         self._inner = checkpoint_io
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Copy a checkpoint, and let it be written."""
+        """Copy a checkpoint to the CPU, and queue it for writing."""
         self._raise_error()
         copied_args, copied_kwargs = _copied((args, kwargs))
         self._then(lambda: self.checkpoint_io.save_checkpoint(*copied_args, **copied_kwargs))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, once all are written."""
+        """Wait until all checkpoints are written, then read one."""
         self._wait()
         return self.checkpoint_io.load_checkpoint(*args, **kwargs)
 
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Let a checkpoint be removed, once all before are written."""
+        """Queue the removal of a checkpoint, after the writes before it."""
         self._then(lambda: self._error or self.checkpoint_io.remove_checkpoint(*args, **kwargs))
 
     def teardown(self) -> None:
-        """Wait until all checkpoints are written, and end the thread."""
+        """Wait until all checkpoints are written, and stop the thread. Raises the first write error."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._thread = self._newest = None
@@ -87,7 +87,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 def _copied(checkpoint: Any) -> Any:
-    """The same structure with its tensors on the CPU; those that share their memory share it again."""
+    """Copy a nested structure's tensors to the CPU. Tensors that share memory keep sharing it."""
     made: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Number formats."""
+"""Precision plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats of models that DeepSpeed trains."""
+"""Precision of DeepSpeed models."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ DoublePrecisionPlugin = under_old_name("DoublePrecisionPlugin", DoublePrecision)
 
 
 class LightningDoublePrecisionModule(nn.Module):
-    """A module that computes in double precision."""
+    """Wrapper that runs a module in double precision."""
 
     def __init__(self, pl_module: nn.Module) -> None:
         rank_zero_deprecation(
@@ -27,6 +27,6 @@ class LightningDoublePrecisionModule(nn.Module):
         self._precision = DoublePrecision()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on inputs in double precision."""
+        """Run the module with its inputs converted to double precision."""
         with self._precision.forward_context():
             return self.module(*self._precision.convert_input(args), **self._precision.convert_input(kwargs))

@@ -1,4 +1,4 @@
-"""Number formats of models that are sharded."""
+"""Precision of FSDP models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of number formats."""
+"""Base class of precision plugins."""
 
 from __future__ import annotations
 

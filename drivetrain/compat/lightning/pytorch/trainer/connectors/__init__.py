@@ -1,1 +1,1 @@
-"""Parts of Lightning's Trainer that libraries import, though they are private there."""
+"""Private parts of Lightning's Trainer that libraries import."""

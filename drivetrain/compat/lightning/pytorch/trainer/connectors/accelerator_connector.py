@@ -1,4 +1,4 @@
-"""What a Trainer's `accelerator` and `devices` come to on this machine, which libraries ask before they make one."""
+"""Resolve `accelerator` and `devices` on this machine, for libraries that do so before they create a Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACCELERATORS = {kind.kind: kind for kind in (CPUAccelerator, CUDAAccelerator, M
 
 
 class _AcceleratorConnector:
-    """The kind and the number of the devices that a Trainer with these arguments runs on; starts nothing."""
+    """The device type and count that a Trainer with these arguments would use. Starts no processes."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class _AcceleratorConnector:
 
     @property
     def parallel_devices(self) -> list[Any]:
-        """The devices."""
+        """The devices of this machine's processes."""
         return self._parallel_devices
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a module is made of."""
+"""Summaries of modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module is made of, as an object to read."""
+"""`ModelSummary`: layers, parameters and sizes of a module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LEFTOVER_PARAMS_NAME", "NOT_APPLICABLE", "UNKNOWN_SIZE", "LayerSumma
 
 
 class ModelSummary:
-    """A table of a module's modules, whose columns can be read."""
+    """Table of a module's submodules, whose columns are attributes."""
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
@@ -32,65 +32,65 @@ class ModelSummary:
         return ModuleTable(self._model, self._max_depth, strategy, precision)
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Read the module again."""
+        """Rebuild the table. Returns its rows by module name."""
         self._table = self._make()
         return {layer.name: layer for layer in self._table.layers}
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules that have a row, by name."""
+        """Modules in the table, as (name, module) pairs."""
         modules = dict(self._model.named_modules(remove_duplicate=False))
         return [(name, modules[name]) for name in self.layer_names]
 
     @property
     def layer_names(self) -> list[str]:
-        """Their names."""
+        """Name of the module in each row."""
         return [layer.name for layer in self._table.layers]
 
     @property
     def layer_types(self) -> list[str]:
-        """The name of each one's class."""
+        """Class name of the module in each row."""
         return [layer.kind for layer in self._table.layers]
 
     @property
     def in_sizes(self) -> list[Any]:
-        """The shape of each one's input."""
+        """Input shape of the module in each row."""
         return [layer.in_size for layer in self._table.layers]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """The shape of each one's output."""
+        """Output shape of the module in each row."""
         return [layer.out_size for layer in self._table.layers]
 
     @property
     def param_nums(self) -> list[int]:
-        """The parameters in each."""
+        """Number of parameters of the module in each row."""
         return [layer.parameters for layer in self._table.layers]
 
     @property
     def training_modes(self) -> list[bool]:
-        """Whether each is in training mode."""
+        """For each row, True if the module is in training mode."""
         return [layer.mode == "train" for layer in self._table.layers]
 
     @property
     def flop_counts(self) -> list[int]:
-        """The operations of each one's part of a forward."""
+        """FLOPs of the module in each row during one forward pass."""
         return [layer.flops for layer in self._table.layers]
 
     @property
     def total_flops(self) -> int:
-        """Operations of a forward; 0 where none has run."""
+        """FLOPs of a forward pass, 0 if none has run."""
         self.summarize()
         return self._table.total_flops
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """Modules in each mode, the model itself left out."""
+        """Number of submodules in training and in evaluation mode."""
         return self._table.modes
 
     @property
     def total_parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of parameter elements."""
         if self._table.is_lazy:
             rank_zero_warn(
                 "The total number of parameters detected may be inaccurate because the model has lazy modules, whose "
@@ -100,17 +100,17 @@ class ModelSummary:
 
     @property
     def trainable_parameters(self) -> int:
-        """Elements of the parameters that are trained."""
+        """Number of trainable parameter elements."""
         return self._table.parameters[1]
 
     @property
     def total_layer_params(self) -> int:
-        """Elements of the parameters in all rows."""
+        """Sum of the parameter counts of all rows."""
         return sum(self.param_nums)
 
     @property
     def model_size(self) -> float:
-        """What the parameters take, in millions of bytes."""
+        """Size of the parameters in megabytes (10^6 bytes)."""
         return self._table.megabytes
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class ModelSummary:
 
 
 def _trainer_of(model: nn.Module) -> Any:
-    """The Trainer that runs a module, if one does."""
+    """Return the Trainer that runs a module, or None."""
     try:
         return model.trainer
     except (AttributeError, RuntimeError):
@@ -128,5 +128,5 @@ def _trainer_of(model: nn.Module) -> Any:
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
-    """Read what a module is made of."""
+    """Return the summary of a module."""
     return ModelSummary(lightning_module, max_depth)
