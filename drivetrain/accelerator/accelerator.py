@@ -753,7 +753,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
 
 class ModelHandling:
-    """Mixin of `Accelerator` with methods for whole models, such as unwrapping, saving and tracking of runs."""
+    """Mixin of `Accelerator` with methods for models, such as unwrapping, saving and profiling."""
 
     preparation: Preparation
     optimizer_step: OptimizerStep

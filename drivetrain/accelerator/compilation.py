@@ -95,7 +95,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls `module` from our own file, as `torch.compile` skips torch's files."""
+    """Return a function that calls `module` from this file, since `torch.compile` skips frames in torch's files."""
     call: Callable[..., Any] = module._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:

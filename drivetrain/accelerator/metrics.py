@@ -137,7 +137,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Message sent instead of values if a process cannot tell padding from samples. All processes then raise."""
+    """Marker sent instead of values if a process cannot identify padding rows. All processes then raise."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:

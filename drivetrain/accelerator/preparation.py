@@ -783,7 +783,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Find the `torch.compile` wrapper around the user's module `bare` in a prepared model, or None."""
+    """Return the `torch.compile` wrapper around the user's module `bare` in a prepared model, or None."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

@@ -165,7 +165,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """True if optimizers step on a loader's last batch, even if fewer micro-batches than usual have accumulated."""
+        """True if optimizers step on a loader's last batch, even if fewer micro-batches than usual are accumulated."""
         return self.plugin.sync_with_dataloader
 
     @property

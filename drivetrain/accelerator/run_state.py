@@ -156,7 +156,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Leave out saved objects of one kind, such as models, after the first `count`, and warn about it."""
+        """Drop saved objects of one kind, such as models, beyond the first `count`, with a warning."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]

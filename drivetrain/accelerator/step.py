@@ -77,7 +77,7 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Return a micro-batch's loss, scaled as its part of the step's weighted mean. Records the weight.
+        """Scale a micro-batch's loss to its part of the step's weighted mean, and record the weight.
 
         Args:
             loss: The sum of this micro-batch's losses.
@@ -95,7 +95,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self.divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Expect a weighted loss in this step, so that this process joins the sum of weights even without one."""
+        """Mark this step as weighted, so that this process joins the sum of weights even if it has no loss."""
         self._weights.clear()
         self.pending = True
 
@@ -254,7 +254,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager for trial steps. Afterwards, hooks are as before and gradients dropped."""
+        """Context manager for trial steps. Afterwards it restores the hooks and drops the gradients."""
         hooks, in_use = self._hooks, self.weights.in_use
         try:
             yield
@@ -334,7 +334,7 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Ask the hooks whether to skip an optimizer step. Returns True if any of them says so."""
+        """Call the hooks that may veto an optimizer step. Returns True if any of them returns False."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 

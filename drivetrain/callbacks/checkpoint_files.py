@@ -456,7 +456,7 @@ class CheckpointAccount:
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
-        """Return the checkpoints that `total_limit` must not delete: the best, the newest and `last`."""
+        """Return the checkpoints that `total_limit` never deletes: the best, the newest and `last`."""
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
@@ -529,7 +529,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide on the main process whether to save now. Returns paths and score; without paths, nothing is saved."""
+    """Decide on the main process whether to save now. Returns paths and score, without paths for no save."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     if decision.score is not None:

@@ -285,7 +285,7 @@ _FORMATS_WITHOUT_TOTAL = (
 
 
 def fit_line(columns: int, needed: int, values: Mapping[str, float], optional: Sequence[int]) -> tuple[int, str]:
-    """Choose what a line of a terminal has room for. No value is cut: the last ones are left out whole.
+    """Fit columns and metric values into one terminal line. Values that do not fit are left out, never cut.
 
     Args:
         columns: The width of the terminal.

@@ -106,7 +106,7 @@ class WeightHistograms(Callback):
 
 
 def _on_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy flat tensors to the CPU, those of one device together: the host waits for the device at each copy."""
+    """Copy flat tensors to the CPU with one transfer per device, since each transfer synchronizes with it."""
     found: dict[str, Tensor] = {}
     for device in {value.device for value in values.values()}:
         here = {name: value for name, value in values.items() if value.device == device}

@@ -257,7 +257,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Find out at which paths a checkpoint stores models and optimizers, given the names of its top-level entries."""
+    """Return where a checkpoint stores models and optimizers, given the names of its top-level entries."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:

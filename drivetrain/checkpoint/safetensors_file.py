@@ -111,7 +111,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def will_need(self, start: int, end: int) -> None:
-        """Ask the operating system to read a byte range of the file ahead in the background."""
+        """Advise the operating system to read a byte range of the file ahead (`MADV_WILLNEED`)."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             for position in range(start, end, _AHEAD):

@@ -122,7 +122,7 @@ class Save:
         return self._planner.create_local_plan()
 
     def _share_out(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
-        """Assign each tensor to the process that writes it. A tensor that several processes hold is written once."""
+        """Assign each tensor to one process to write it, also if several processes hold it."""
         shares, metadata = self._planner.create_global_plan(plans)
         if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
             raise _without_values(lacking)
@@ -605,7 +605,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Fail with one process's error: raise it as a `CheckpointError`. All processes must call this method."""
+        """Raise one process's error on all processes, as a `CheckpointError`. All processes must call this."""
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""

@@ -170,7 +170,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Delete the directory of a failed save. What cannot be deleted stays, without an error."""
+        """Delete the directory of a failed save. Files that cannot be deleted are left without an error."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:
@@ -601,7 +601,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return whether the process whose token is in a temporary file's name is running. None if unknown."""
+    """Return True if the process named by a temporary file's token is running, or None if unknown."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100

@@ -321,7 +321,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader, and whether the whole iteration has ended, which depends on `mode`."""
+        """Return the next batch of one loader, and True if the whole iteration has ended according to `mode`."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False

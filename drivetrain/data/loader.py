@@ -370,7 +370,7 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Make the next iteration stay in the epoch of a loaded position, even if that epoch has no batches left.
+        """Keep the next iteration in the epoch of a loaded position, even if it has no batches left.
 
         Used for scripts that skip batches by themselves.
         """

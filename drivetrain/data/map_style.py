@@ -273,7 +273,7 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read the first batches of an epoch, which pad its last ones. Returns each with its number of rows."""
+        """Read an epoch's first batches again, as padding for its last ones. Returns them with their row counts."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -298,7 +298,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Open an epoch apart from the global random state, so that the sampler repeats the order of `start`.
+        """Open an epoch without using the global random state, so that the sampler repeats the order of `start`.
 
         Returns a function to call at the end, and the epoch's first samples if the position is after them.
         """
@@ -344,7 +344,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Requests for a DataLoader: the indices of this process, made from a sampler's batches.
+    """Indices that this process requests from a DataLoader, computed from a sampler's batches.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """

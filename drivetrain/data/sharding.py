@@ -152,7 +152,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Yield each item with a flag that tells whether it is the last one."""
+    """Yield each item with a bool, which is True for the last one."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step

@@ -271,7 +271,7 @@ def dispatch_model(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Distribute a model over devices, CPU memory and disk as a device map says. The model is called as before.
+    """Distribute a model over devices, CPU memory and disk by a device map. The model's call is unchanged.
 
     Modules on disk, and modules on the CPU next to accelerators, are offloaded: their weights are copied to the main
     device during the forward. Safetensors files that the model was loaded from are used in place.

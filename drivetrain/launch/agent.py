@@ -339,7 +339,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine wants the stack traces of this machine's ranks, to report a hang."""
+        """Return True if another machine requests stack traces of this machine's ranks, to report a hang."""
         return self._has([f"{self._prefix}/stacks_wanted"]) and not self._has([self._keys("stacks")[self._machine]])
 
     def publish_stacks(self, own: str) -> None:

@@ -205,7 +205,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Run a script's processes on this machine as `plan` says. Returns the run's exit code."""
+    """Run a script's processes on this machine according to `plan`. Returns the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:

@@ -254,7 +254,7 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Raised to end a child process's import of the user's script where that would start processes again."""
+    """Raised to end a child process's import of the user's script before it would start processes again."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def stop_at_start_of_processes() -> None:
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Return a context in which multiprocessing starts child processes that do not run the user's script."""
+    """Context manager in which new child processes of multiprocessing do not import the user's script."""
     main = sys.modules["__main__"]
     # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
     sys.modules["__main__"] = ModuleType("__main__")

@@ -131,7 +131,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Return a message for the user about a failed rank, with cause, machine and traceback.
+    """Return the message about a failed rank: cause, machine and traceback.
 
     `then` states what happens next, by default that the others were stopped. With `advise`, a fatal signal gets its
     likely causes. With `debug`, calls are compared already, so this is not suggested.
@@ -232,7 +232,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack trace of a rank's main thread, to tell the user in which line and collective a rank hangs."""
+    """Stack trace of a rank's main thread, which shows the line and the collective in which the rank hangs."""
 
     frames: tuple[Frame, ...]
 

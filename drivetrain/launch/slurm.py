@@ -25,7 +25,7 @@ _OWN = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "rdzv
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The machines and tasks of the SLURM job in which this process runs, as its environment variables tell.
+    """Machines and tasks of this process's SLURM job, read from environment variables.
 
     Attributes:
         job: Id of the job.

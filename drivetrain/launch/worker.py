@@ -202,7 +202,7 @@ def _end_with_parent() -> None:
 
 
 def _take_share_of_cores() -> None:
-    """Bind this process to its own part of the machine's CPU cores, if `drivetrain launch` was told to do so."""
+    """Bind this process to its own CPU cores, if `drivetrain launch` was started with `--enable_cpu_affinity`."""
     if os.environ.get(AFFINITY_VARIABLE) != "1":
         return
     cores = sorted(os.sched_getaffinity(0))

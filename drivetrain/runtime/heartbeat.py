@@ -128,7 +128,7 @@ _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Tell the launcher by a marker file whether this process may die without ending the run."""
+    """Create or remove a marker file that tells the launcher to continue the run if this process dies."""
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if not error_file:
         return

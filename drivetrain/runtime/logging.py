@@ -1,6 +1,6 @@
 """Loggers for distributed runs, and the logger `drivetrain`, on which a run reports what it does.
 
-If the program has not configured logging, the lines of a run are printed instead, as they are.
+If the program has not configured logging, the lines of a run are printed instead.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def report(text: str, level: int = logging.INFO, show: Callable[[str], object] =
     Args:
         text: The line.
         level: Its level.
-        show: Prints the line where no handler of Python's `logging` receives it.
+        show: Prints the line if no handler of Python's `logging` receives it.
         **fields: Facts that the line contains, such as `epoch` and `values`. They become attributes of the record, and
             keys with `--log_format json`.
     """
@@ -87,7 +87,7 @@ def is_configured() -> bool:
 
 
 class Collector(logging.Handler):
-    """Base class of handlers that collect records for the product's own use, and show nobody anything."""
+    """Base class of handlers that collect log records for drivetrain itself and display nothing."""
 
     def add_line(self, text: str) -> None:
         """Collect a line that was printed instead of logged.

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a call on all processes: whether memory sufficed on each, and this process's result.
+    """Outcome of a call on all processes: whether any ran out of memory, and this process's result.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -248,7 +248,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Buffer that copies results from the device to the host asynchronously, and synchronizes once per block.
+    """Buffer that copies results to the host asynchronously, and synchronizes with the device once per block.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.

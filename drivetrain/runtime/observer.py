@@ -1,4 +1,4 @@
-"""Observer of a run: an object that the engine tells of batches, gradients, steps and logged values."""
+"""Observer of a run: the engine calls its methods for batches, gradients, steps and logged values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Observer:
         return None
 
     def processes(self, count: int) -> int:
-        """Return the number of processes whose batches each step takes, by which prepared schedulers step."""
+        """Return how many processes share each step's batches. Prepared schedulers step this many times."""
         return count
 
     def loader(self, loader: Any) -> Any:
@@ -30,7 +30,7 @@ class Observer:
         return loader
 
     def model(self, model: Any) -> None:
-        """See each model after it was prepared."""
+        """Inspect a model after it was prepared. The default does nothing."""
 
     def batches(self, loader: Any, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Return an iterator over a prepared loader's batches, each with its `BatchInfo`, in place of `pairs`."""
@@ -48,7 +48,7 @@ class Observer:
         return hooks
 
     def before_clipping(self) -> None:
-        """See gradients that are complete, and that the script is about to clip."""
+        """Inspect the complete gradients before the script clips them. The default does nothing."""
 
     def trackers(self, trackers: list[Any]) -> list[Any]:
         """Return the experiment trackers of a run, in place of those that the script chose."""
@@ -59,7 +59,7 @@ class Observer:
         return path
 
     def saved_in(self, path: str) -> str:
-        """Return the directory to restore a checkpoint from, if `directory` changed where the script saved it."""
+        """Return the directory to load a checkpoint from, if `directory` redirected its save."""
         return path
 
 

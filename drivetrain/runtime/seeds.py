@@ -527,7 +527,7 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Set the global random generators to the state after drawing the sample order, which was drawn separately.
+        """Advance the global random generators as if the sample order had been drawn from them.
 
         A generator that other code has used in between keeps its own state. The method is called after the first items
         are drawn, and again at the end. The second call advances only generators that nothing else has used in between.
@@ -548,7 +548,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Return whether two random states are equal, as three flags: for Python, for NumPy and for torch."""
+    """Compare two random states. Returns three bools: equal for Python, for NumPy and for torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 

@@ -94,11 +94,11 @@ class SharedAttempt:
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other processes that the call has failed here, so that they raise an error and do not wait."""
+        """Report to the other processes that the call failed here, so that they raise an error instead of waiting."""
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for all processes. Return True if memory sufficed on each; `here` says whether it did on this one."""
+        """Wait for all processes. Returns True if none ran out of memory. `here` is this process's own result."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

@@ -215,7 +215,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Choose whether the next training steps are timed. Return the batch count at which to choose again.
+        """Turn timing on or off for the next training steps. Return the batch count of the next call.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -245,7 +245,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Record where a run begins. Return the batch count at which `turn` first chooses which steps to time.
+        """Record the batch count at a run's start. Return the batch count at which to call `turn` first.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -274,7 +274,7 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return n such that timing one batch in n costs at most 0.1 % of the training time."""
+        """Return n: timing one of n batches costs at most 0.1 % of the training time."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Call of a Trainer's method (verb), such as `fit`, with all that new processes need to run it."""
+    """Call of a Trainer method, such as `fit`, with everything that a new process needs to run it."""
 
     kind: type[Trainer]
     made_with: tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the Trainer
@@ -135,7 +135,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Hand the outcome of spawned processes over: load weights and states into the Trainer that started them."""
+        """Load the weights and states of spawned processes into the Trainer that started them."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()

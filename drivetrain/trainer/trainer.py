@@ -521,7 +521,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         compile: True to compile each module of the task with `torch.compile`, `"blocks"` to compile only repeated
             blocks, or a dict of `torch.compile` options, which may contain `"blocks": True`. False for none. None uses
             the launcher's setting.
-        on_interrupt: What `fit` does after Ctrl-C, once it has finished the step and saved: `"raise"` a
+        on_interrupt: Action of `fit` after Ctrl-C, once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, or `"return"`.
         seed: The seed for all random generators and for sample-level randomness.
         advise: Deprecated, without effect. Run `drivetrain tune script.py`.
@@ -905,7 +905,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many steps to count if `training_step` returned None for all micro-batches of a step.
+        """Return how many optimizer steps to count if `training_step` returned None for the whole step.
 
         The default is 0. Override it to count such steps.
 

@@ -1,4 +1,4 @@
-"""Proof that a script trains the same on several processes as on one. This folder can be removed."""
+"""Check that a script trains the same on several processes as on one. This package can be removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnosis of a difference: its most likely cause, the evidence for it, and the change that mends it."""
+"""Diagnosis of a difference: its most likely cause, the evidence, and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLOSE = 1e-3
 
 @dataclass
 class Finding:
-    """The first difference of a run from the reference, and what explains it.
+    """The first difference between a run and the reference, with its explanation.
 
     Attributes:
         cause: Short name of the cause.
@@ -25,7 +25,7 @@ class Finding:
         quantity: The quantity that differs first.
         sentence: The cause in words.
         remedy: The change that mends it.
-        evidence: What was measured.
+        evidence: Measurements that support the cause.
     """
 
     cause: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def diagnose(compared: Comparison, again: Run) -> Finding | None:
-    """Explain the first difference between a run and the reference. None if there is only rounding.
+    """Return an explanation of the first difference between a run and the reference, or None if both agree.
 
     Args:
         compared: The comparison.
@@ -314,7 +314,7 @@ def _explain_loss(compared: Comparison, first: Difference) -> Finding:
 
 
 def _weighted(subject: Run, step: int, expected: float) -> str | None:
-    """Return the count by which the losses of the ranks must be weighted to give the expected one, if there is one."""
+    """Return the name of the count that weights the ranks' losses to the expected loss, or None."""
     steps = [subject.ranks[rank]["steps"][step] for rank in subject.readers]
     batches, losses = [each.get("batches", ()) for each in steps], [each.get("losses", ()) for each in steps]
     number = len(batches[0])  # of micro-batches
@@ -505,7 +505,7 @@ def _logged(compared: Comparison) -> Finding | None:
 
 
 def notes(runs: Iterable[Run]) -> list[str]:
-    """Return what a reader should know of how runs were compared."""
+    """Return notes on how the runs were compared, as a list of sentences."""
     firsts = [run.first for run in runs if run.ranks]
     found = []
     if any(each.get("dropout") for each in firsts):

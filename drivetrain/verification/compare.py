@@ -1,4 +1,4 @@
-"""Comparison of the records of two runs: the largest difference of each quantity in each step, and the first one."""
+"""Compare the records of two runs: the largest difference of each quantity in each step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Run:
         return [found[shard] for shard in sorted(found)]
 
     def rows(self, step: int) -> list[list[str]] | None:
-        """Return the digests of the rows that each reader trained on in a step. None if they are unknown."""
+        """Return the hashes of the rows that each reader trained on in a step, or None if unknown."""
         found = []
         for rank in self.readers:
             if not self.first["loaders"]:
@@ -92,7 +92,7 @@ class Run:
         return math.fsum(losses) if losses else None
 
     def loss(self, step: int) -> float | None:
-        """Return the loss of a step over all processes. None if the engine did not see it."""
+        """Return the loss of a step over all processes, or None if it was not recorded."""
         losses = [self.loss_of(rank, step) for rank, each in enumerate(self.ranks) if each.get("computes_loss", True)]
         seen = [loss for loss in losses if loss is not None]
         return math.fsum(seen) / len(seen) if seen else None
@@ -230,12 +230,12 @@ def _as_list(value: Any) -> list[float]:
 
 @dataclass
 class Comparison:
-    """Comparison of a run with the reference, in which differences are judged by the measured rounding.
+    """Comparison of a run with the reference. A difference counts if it exceeds the measured rounding error.
 
     Attributes:
         subject: The run to judge.
         reference: The run to compare with.
-        single: A run on one process, which is the reference if nothing else was asked for.
+        single: A run on one process, which is the reference by default.
         rounding: The same with sums in another order and in the subject's precision.
         differences: All differences, by step and in the order of a step.
     """
@@ -269,12 +269,12 @@ class Comparison:
 
     @property
     def is_low(self) -> bool:
-        """True if the subject computes in less than float32."""
+        """True if the compared run uses a lower precision than float32."""
         return self.subject.first.get("precision", "32") not in ("32", "32-true", "64", "64-true")
 
     @property
     def first(self) -> Difference | None:
-        """The first difference that is more than rounding, or None."""
+        """The first difference above rounding error, or None."""
         return next((each for each in self.differences if not each.is_rounding), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Loaders that give one process the batches of several, samples whose random numbers follow the index, and digests."""
+"""Loaders that join the batches of several processes for one, with random numbers seeded by sample index."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from drivetrain.runtime.pytrees import recursively_apply
 
 
 def seed_of(key: Any, draw: int = 0) -> int:
-    """Return a seed that belongs to a row, or to anything with a text, and to the number of a draw within a step."""
+    """Return a seed derived from a text key, such as a row's hash, and the index of a random draw within a step."""
     digest = hashlib.blake2b(f"{key}/{draw}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
 
 class _Joined:
-    """Batch sampler that joins several batches of another one.
+    """Batch sampler that concatenates several batches of another batch sampler.
 
     Args:
         sampler: The script's batch sampler.
@@ -61,7 +61,7 @@ class _Joined:
 
 
 class _JoinedBatches:
-    """Iterable of ready batches, of which several are joined along the first dimension."""
+    """Iterable that concatenates several collated batches along the first dimension."""
 
     def __init__(self, batches: Any, count: int) -> None:
         self._batches, self._count = batches, count
@@ -92,7 +92,7 @@ def _concatenated(group: Sequence[Any]) -> Any:
 
 
 class _Seeded:
-    """Dataset whose random numbers, such as those of augmentations, follow from the index of a sample.
+    """Dataset that seeds random numbers, such as those of augmentations, from the sample's index.
 
     A sample is then the same in whichever process and in whatever order it is read.
     """
@@ -126,7 +126,7 @@ class _Seeded:
 
 
 def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
-    """Return a loader whose batches are those that several processes train on in one step.
+    """Return a loader whose batches each contain the rows that several processes train on in one step.
 
     Its samples take random numbers from their index. Only loaders of samples with an index are reversed or uneven.
 
@@ -195,7 +195,7 @@ def _without_end(row: Tensor) -> Tensor:
 
 
 def counts_of(batch: Any) -> dict[str, float]:
-    """Return sums that losses are often divided by: labels that count, and elements of masks, by tensor."""
+    """Return counts by which losses are often divided, by tensor: non-ignored labels and mask elements."""
     found: dict[str, float] = {}
     for number, tensor in enumerate(_tensors(batch)):
         if not tensor.is_floating_point() and tensor.dim():

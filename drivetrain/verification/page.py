@@ -13,7 +13,7 @@ from drivetrain.verification.run import VerificationResult
 
 
 def page(result: VerificationResult, script: str) -> bytes:
-    """Return a page with the verdict, its cause, the table of differences, and each difference over the steps.
+    """Return an HTML page with the result, the cause, a table of differences, and their curves over the steps.
 
     Args:
         result: The result to show.

@@ -65,11 +65,11 @@ class Recording:
 
 
 class Ended(SystemExit):
-    """Ends a script after the recorded steps."""
+    """Raised to end a script after the recorded steps."""
 
 
 class SilentTracker(Tracker):
-    """Tracker that only hands logged values to the recorder."""
+    """Tracker that passes logged values to the recorder and writes nothing."""
 
     in_background = False
 
@@ -90,7 +90,7 @@ class SilentTracker(Tracker):
 
 @cache
 def _positions(name: str, size: int) -> Tensor:
-    """Return the positions of the recorded elements of a tensor, equal in every run."""
+    """Return the positions of the tensor elements to record, which are the same in every run."""
     if size <= SAMPLES:
         return torch.arange(size)
     generator = torch.Generator().manual_seed(seed_of(name, size))
@@ -122,7 +122,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def strategy_of(spec: str) -> Any:
-    """Return the strategy that a name stands for.
+    """Return the strategy with the given name.
 
     Args:
         spec: A registered name, `deepspeed:3` for a stage, or sizes of `Parallel` joined by "+", such as `fsdp+tp2`.
@@ -149,10 +149,10 @@ def strategy_of(spec: str) -> Any:
 
 @dataclass(eq=False)
 class Recorder(observer.Observer):
-    """Records the first optimizer steps of a script in one process.
+    """Observer that records a script's first optimizer steps in one process.
 
     Attributes:
-        asked: What to record.
+        asked: The recording options.
         random: Mode that replaces the random numbers of a step.
         record: The result, as in the JSON file.
     """
@@ -172,7 +172,7 @@ class Recorder(observer.Observer):
 
     @property
     def is_done(self) -> bool:
-        """True once every optimizer that steps has taken as many steps as were asked for."""
+        """True once every stepping optimizer has taken the requested number of steps."""
         return bool(self._counts) and min(self._counts.values()) >= self.asked.steps
 
     # observer
@@ -309,7 +309,7 @@ class Recorder(observer.Observer):
                 found[name] = [_norm(gradient), *_elements(name, gradient)]
 
     def _norm_now(self, name: str, gradient: Tensor) -> float:
-        """Return the norm of a gradient before the step: that of before clipping, if its elements are the same."""
+        """Return a gradient's norm. If clipping left it unchanged, return the norm recorded before clipping."""
         norm, *elements = self._step.get("gradients", {}).get(name, [math.nan])
         gradient = _dense(_whole(gradient))
         return norm if elements and _elements(name, gradient) == elements else _norm(gradient)

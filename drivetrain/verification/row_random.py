@@ -1,4 +1,4 @@
-"""Random numbers of a step that belong to rows of data, so that they do not depend on the number of processes."""
+"""Random numbers that depend on the data row, and therefore not on the number of processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DRAWS: dict[Any, str] = {
 
 
 class RowRandom(TorchFunctionMode):
-    """Mode in which random numbers that a step draws depend on the row of the data, and dropout is off.
+    """Dispatch mode that seeds a step's random numbers by data row, and turns dropout off.
 
     One process then draws the same numbers for a row as any other number of processes. The global generators are not
     used, so that they stay equal too.
@@ -52,7 +52,7 @@ class RowRandom(TorchFunctionMode):
         self.unplaced: set[str] = set()
 
     def begin(self, keys: list[str], batch: int) -> None:
-        """Begin a batch.
+        """Start a batch: set the keys of its rows and reset the count of draws.
 
         Args:
             keys: A text for each row, equal in all runs, such as a digest.
@@ -111,7 +111,7 @@ class RowRandom(TorchFunctionMode):
 def _fill(
     func: Any, part: Tensor, generator: torch.Generator, args: Any, kwargs: Any, dimension: int, taken: slice
 ) -> None:
-    """Draw one row of a random tensor anew.
+    """Redraw one row of a random tensor.
 
     Args:
         func: The function that made the tensor, one of `_DRAWS`.

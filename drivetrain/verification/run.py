@@ -1,4 +1,4 @@
-"""Run a script on several processes and on one, and judge whether it trained the same."""
+"""Run a script on several processes and on one, and check that it trained the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KEPT = {"cpu": "--cpu", "stand_in": "--as", "gradient_accumulation_steps": "--g
 
 
 class ComparisonError(DrivetrainError):
-    """Raised if a script cannot be compared. The message says what would make it comparable."""
+    """Raised if a script cannot be compared. The message names the necessary change."""
 
 
 class ScriptFailed(ComparisonError):
@@ -38,7 +38,7 @@ class ScriptFailed(ComparisonError):
     Args:
         message: The message.
         reason: Why the script failed.
-        run: What it had recorded.
+        run: The records that it wrote before the failure.
         processes: Number of processes.
     """
 
@@ -58,7 +58,7 @@ class DifferentError(AssertionError):
 
 @dataclass
 class VerificationResult:
-    """VerificationResult of `verify`.
+    """Result of `verify`.
 
     Attributes:
         verdict: `"identical"`, `"same"` up to rounding, or `"different"`.
@@ -68,7 +68,7 @@ class VerificationResult:
         precision: Name of its precision.
         finding: The first difference and its cause, or None.
         table: Largest difference and largest allowed one of each quantity over all steps.
-        notes: What a reader should know of how the runs were compared.
+        notes: Remarks on how the runs were compared.
     """
 
     verdict: Literal["identical", "same", "different"]
@@ -87,7 +87,7 @@ class VerificationResult:
 
     @classmethod
     def of(cls, comparison: Comparison, again: Run, precision: str) -> VerificationResult:
-        """Return the result of a comparison.
+        """Create the result from a comparison.
 
         Args:
             comparison: The comparison.
@@ -117,7 +117,7 @@ class VerificationResult:
 
     @classmethod
     def failed(cls, error: ScriptFailed) -> VerificationResult:
-        """Return the result of a script that fails on several processes, but not on one."""
+        """Create the result for a script that fails on several processes, but not on one."""
         run = error.run
         hangs = error.reason.startswith(_HANGS)
         finding = Finding(
@@ -266,7 +266,7 @@ def verify_all(
         progress: As for `verify`.
 
     Returns:
-        The result of each strategy and number of processes, or the error that says why there is none.
+        The result, or the error of a failed comparison, by strategy and number of processes.
     """
     found: dict[tuple[str, int], VerificationResult | ComparisonError] = {}
     with _Runs.open(script, arguments, steps, timeout, progress, uneven) as runs:
@@ -283,7 +283,7 @@ def verify_all(
 
 
 def _divides_batches(subject: Run, reference: Run) -> bool:
-    """Return True if the script itself divides its batch size by the number of processes."""
+    """Return True if the script divides its batch size by the number of processes itself."""
     rows, expected = subject.rows(0), reference.rows(0)
     if not rows or not expected or subject.shards == 1 or not subject.first["loaders"]:
         return False
@@ -305,7 +305,7 @@ def _processes(flags: list[str]) -> int:
 
 @dataclass
 class _Runs:
-    """Runs of a script, each with its own folder.
+    """Runner that starts a script in a separate folder for each run.
 
     Attributes:
         script: Path of the script.
@@ -354,7 +354,7 @@ class _Runs:
         compare: str | os.PathLike[str] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> VerificationResult:
-        """Run the script as the arguments say, which are those of `verify`, and on one process, and compare."""
+        """Run the script with the given arguments of `verify` and on one process, and compare the runs."""
         kept = self._kept(flags)
         asked: dict[str, Any] = {"strategy": strategy, "precision": precision}
         asked["uneven_over"] = _processes(flags) if self.uneven else None
@@ -433,7 +433,7 @@ class _Runs:
         return {name: self._run("one process", alone, **asked, **own) for name, own in runs.items()}
 
     def _kept(self, flags: list[str]) -> list[str]:
-        """Return those of the launcher's flags that apply to the other runs too."""
+        """Return the launcher flags that also apply to the reference runs."""
         from drivetrain.cli.launch import launch
         from drivetrain.launch.options import LaunchOptions
 

@@ -322,7 +322,7 @@ _MOST_PLACES = 400
 
 
 def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[float]]:
-    """Return matching positions of a run in steps, epochs and seconds of training, each list in increasing order.
+    """Return the step, epoch and training time of each sample, as three lists in increasing order.
 
     A page converts its x axis with them. Units that the run did not record are left out.
     """

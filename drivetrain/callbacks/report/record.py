@@ -149,7 +149,7 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's record, with the state `"failed"` if the process died without recording how the run ended."""
+    """Return a run's record. Its state becomes `"failed"` if the process died without recording an end."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {

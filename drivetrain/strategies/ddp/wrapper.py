@@ -36,7 +36,7 @@ _UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Test of whether DDP needs `find_unused_parameters`, which costs time. Made during the first steps."""
+    """Check during the first steps of whether DDP needs the costly `find_unused_parameters`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Settle whether DDP can stop searching for unused parameters. Returns their indices, or None if not."""
+        """Decide whether DDP can stop searching for unused parameters. Returns their indices, or None if it cannot."""
         never = self.never_used()
         if never is None:
             return None
@@ -435,7 +435,7 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Return True in every n-th one, before which processes compare their models."""
+        """Count an optimizer step. Returns True for every n-th one, when processes must compare their models."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0

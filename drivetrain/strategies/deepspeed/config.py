@@ -393,7 +393,7 @@ def _leave_out_disabled(config: Config) -> None:
 
 
 def _keep_optimizer(config: Config, optimizer: Optimizer) -> None:
-    """Let the user's optimizer step offloaded state, which `zero_force_ds_cpu_optimizer` makes an error."""
+    """Allow the user's optimizer with offloaded state, by setting `zero_force_ds_cpu_optimizer` to False."""
     config["zero_force_ds_cpu_optimizer"] = False
     kind = type(optimizer)
     offloads = _device(config["zero_optimization"].get("offload_optimizer")) != "none"
@@ -412,7 +412,7 @@ def stage_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _whole(value: Any) -> Any:
-    """Return the number that a text such as "2" stands for, and other values as they are."""
+    """Convert a string such as "2" to an int. Other values are returned unchanged."""
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 

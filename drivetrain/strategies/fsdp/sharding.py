@@ -146,7 +146,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """List where a model registers its parameters. A tied parameter is listed at each of its places."""
+    """List every module attribute that holds a parameter. A tied parameter is listed once per attribute."""
     return [
         Slot(module, name, parameter)
         for module in model.modules()

@@ -48,7 +48,7 @@ class Entry:
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Load `like`, a local tensor of this entry's shape, from the full tensor `whole`."""
+        """Copy this process's part of the full tensor `whole` into the local tensor `like`."""
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
                 f"Shape mismatch for {self.name!r}: {tuple(whole.shape)} in the checkpoint, but {self.shape} here."

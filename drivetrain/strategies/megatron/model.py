@@ -160,7 +160,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Signal raised to end a task's step with the output of a model chunk that does not compute the loss."""
+    """Raised to leave a task's step early with the output of a model chunk that computes no loss."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the step of a stage without the loss")

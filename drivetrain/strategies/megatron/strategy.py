@@ -287,7 +287,7 @@ class Megatron(Strategy):
         return [bare]
 
     def _lowered(self, chunk: nn.Module, precision: Precision) -> nn.Module:
-        """Move a model chunk to the device, and convert it to float16 or bfloat16 if the precision asks for it."""
+        """Move a model chunk to the device, and convert it to float16 or bfloat16 for such a precision."""
         chunk.to(self.topology.device)
         if low_dtype(precision) is None:
             return chunk

@@ -402,7 +402,7 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_one_by_one(optimizer: Optimizer) -> None:
-    """Switch off multi-tensor steps, the default on GPUs, where a group mixes DTensors and plain tensors."""
+    """Set `foreach=False` in parameter groups that mix DTensors and plain tensors, which torch cannot step together."""
     for group in optimizer.param_groups:
         chosen = group.get("foreach", False) is not None or group.get("fused")
         if not chosen and len({isinstance(each, DTensor) for each in group["params"]}) > 1:

@@ -267,7 +267,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Predictor of how many samples and tokens the next training step will process.
+    """Computes in advance how many samples and tokens the next training step will process.
 
     Callbacks with a schedule in samples or tokens need the numbers in advance. Also detects the last step of an epoch.
     """

@@ -147,7 +147,7 @@ class EvaluationEnded(Exception):
 
 
 class EvaluationWatch:
-    """Watcher that ends a validation within `fit` after a signal such as Ctrl-C, at one batch on all ranks.
+    """Ends a validation within `fit` after a signal such as Ctrl-C, at the same batch on all ranks.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -418,7 +418,7 @@ class RunControl:
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Take a callback into this Trainer's `fit`, and reset its state if another Trainer has used it before."""
+        """Reset a callback's state at the start of `fit`, if another Trainer has used the callback before."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -452,7 +452,7 @@ class RunControl:
 
     @property
     def watches_peers_or_clock(self) -> bool:
-        """True if training must check regularly for stop requests of other ranks or for `max_time`."""
+        """True if training must check regularly for other ranks' stop requests or for `max_time`."""
         return self._world_size > 1 or self.options.max_time is not None
 
     @property

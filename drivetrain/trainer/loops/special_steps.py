@@ -448,7 +448,7 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Agree with all ranks to weight losses if any rank's task returned a weight. Runs an all-reduce."""
+        """Weight the losses on all ranks if the task of any rank returned a weight. Runs an all-reduce."""
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)

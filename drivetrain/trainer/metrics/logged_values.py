@@ -256,7 +256,7 @@ def _stack(values: list[Value]) -> Tensor:
 
 
 def _weighted(values: Tensor, weights: list[float]) -> Tensor:
-    """Multiply values by weights, run by run of equal ones: the host would wait for a copy of them to the device."""
+    """Multiply values by weights, grouped into runs of equal weights to avoid a copy to the device."""
     runs = [(weight, len(list(run))) for weight, run in groupby(weights)]
     parts = torch.split(values, [length for _, length in runs])
     return torch.cat([part * weight for part, (weight, _) in zip(parts, runs, strict=True)])
@@ -290,7 +290,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Return whether `self.log` stores a value at two moments: for its step, and for its epoch.
+    """Return two bools: whether `self.log` stores a value for its step, and for its epoch.
 
     `known` holds what was logged under this name with other options before.
     """
@@ -391,7 +391,7 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction that `self.log(reduce_fx=...)` asks for: a name, such as `"mean"`, or a function."""
+    """Return the reduction for `self.log(reduce_fx=...)`: a name, such as `"mean"`, or a function."""
     if callable(reduce_fx):
         return reduce_fx  # type: ignore[no-any-return]
     word = str(reduce_fx).lower()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """Describe how batches are divided among ranks (the layout), so that a resumed run notices a change.
+    """Return a description of how batches are divided among ranks, to detect a change when a run resumes.
 
     The state that a rank has saved can be restored only in a run with an equal layout.
     """

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """Pipeline schedule of torch, and the numbers of stages on each process that the schedule supports.
+    """Pipeline schedule of torch, with the number of stages per process that it supports.
 
     Attributes:
         name: Value of the option `pp_schedule`.
@@ -298,7 +298,7 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """Assign pipeline stages to `ranks` processes, as these options say. Return the assignment."""
+        """Return the assignment of pipeline stages to `ranks` processes under these options."""
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:

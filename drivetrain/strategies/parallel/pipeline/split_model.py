@@ -132,7 +132,7 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Signal raised in place of the split model's forward, to end a task's step once its call is recorded.
+    """Raised instead of running the split model's forward, to leave a task's step after recording the call.
 
     It is no `Exception`, so that a step's own `except Exception` does not catch it.
     """

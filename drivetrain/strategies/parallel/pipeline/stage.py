@@ -54,7 +54,7 @@ class Call:
 
 
 class _Reached(BaseException):
-    """Signal raised to end a stage's forward where the next stage begins. It carries the tensors to send.
+    """Raised to end a stage's forward at the first module of the next stage. Carries the tensors to send.
 
     It is no `Exception`, so that a forward's own `except Exception` does not catch it.
     """
@@ -586,7 +586,7 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Send tensors to the next stage. The `status` sent first tells whether this stage failed."""
+        """Send a status (success or failure of this stage), then tensors, to the next stage."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))
