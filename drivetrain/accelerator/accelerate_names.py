@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Names that Accelerate's configuration writes; what is in use here is the same for all.
+# Names that Accelerate's configuration writes. They all select the same implementation here.
 _CP_BACKENDS, _SP_BACKENDS = (None, "torch"), (None, "deepspeed")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -345,7 +345,7 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
     return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}
 
 
-# Accelerate's holders of options for `"fp8"`; `Accelerator(mixed_precision=FP8(...))` takes the same directly
+# Accelerate's option classes for `"fp8"`. `Accelerator(mixed_precision=FP8(...))` is equivalent.
 
 
 class FP8Handler:

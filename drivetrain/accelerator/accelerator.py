@@ -268,7 +268,7 @@ class ProcessControl:
         self.state.print(*args, **kwargs)
 
 
-# The part of the Accelerator's face that saves and loads; `RunState` does the work
+# Saving and loading, implemented by `RunState`
 
 
 class StateSaving:

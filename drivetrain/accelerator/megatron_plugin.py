@@ -10,7 +10,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.registry import strategy_class
 
-# What other scripts replace by classes and functions is a method of the task here.
+# Classes and functions that other scripts replace are methods of the task here.
 _OF_THE_TASK = {
     "custom_model_provider_function": "MegatronTask.model_provider",
     "custom_prepare_model_function": "MegatronTask.model_provider",

@@ -424,7 +424,7 @@ class OptimizerStep:
 
         return compute_gradients
 
-    # parts that a loop may run by itself
+    # parts that a custom loop may call directly
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Start the next micro-batch. Returns a context that skips gradient reduction until the last one.

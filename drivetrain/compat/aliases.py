@@ -143,6 +143,6 @@ class AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Restore the module's own spec, which the import system replaced by the alias's spec."""
         module.__spec__ = self._spec
-        # A submodule that is imported later is set as an attribute of the package, over a function of the same name.
+        # A later import of a submodule would overwrite a function of the same name in the package.
         for name in [each for each in sys.modules if each.startswith(f"{self._name}.")]:
             sys.modules.setdefault(self._alias + name[len(self._name) :], sys.modules[name])

@@ -15,7 +15,7 @@ from typing import Any
 
 from drivetrain.runtime.errors import DrivetrainError
 
-# Names of another framework that scripts import and that drivetrain does not have: they raise when they are called
+# Names that scripts import and drivetrain lacks. They raise an error when called.
 
 
 class AbsentNameError(DrivetrainError, NotImplementedError):

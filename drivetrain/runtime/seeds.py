@@ -390,7 +390,7 @@ def find_generators(*owners: Any) -> list[Any]:
                 seen.add(id(value))
                 found.append(value)
         waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
-        # What a loader or a sampler is wrapped in may hold it under any name.
+        # A wrapper may store the loader or sampler under any attribute name.
         waiting.extend(attributes[name] for name in sorted(attributes) if isinstance(attributes[name], _WRAPPED))
         several = attributes.get("loaders")  # of a CombinedLoader
         if isinstance(several, list):

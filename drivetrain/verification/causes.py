@@ -50,7 +50,7 @@ def diagnose(compared: Comparison, again: Run) -> Finding | None:
     first, apart = compared.first, _drift(compared.subject)
     if apart is not None and (first is None or apart[0] <= first.step):
         step, quantity, _ = apart
-        # Equal gradients, but other weights after the step: the weights differed before it.
+        # Equal gradients but different weights after the step: the weights differed before it.
         is_older = quantity == "weights" and not compared.subject.disagreeing(step, "gradients")
         if first is None or first.step > step or first.quantity not in _BEFORE_WEIGHTS or is_older:
             return _drifted(compared.subject, *apart)
@@ -81,7 +81,7 @@ def _nondeterminism(reference: Run, again: Run) -> Finding | None:
                 sentence = "The script trains on other data each time it is started, already in one process."
                 remedy = "Seed what chooses the data (set_seed), and take no data from the clock or the network."
             elif quantity in ("gradients", "weights") and found.size < 1e-6:
-                return None  # sums of threads in another order
+                return None  # threads sum in a varying order
             else:
                 sentence = "One process computes other numbers each time it is started, with the same data."
                 remedy = (

@@ -147,7 +147,7 @@ def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_ov
     object.__setattr__(same, "dataset", _Seeded(loader.dataset))
     batches, sampler = loader.batch_sampler, loader.sampler
     if type(batches) is BatchSampler and type(sampler) is RandomSampler:
-        # Frameworks shuffle in another order on one process than on several.
+        # Frameworks shuffle in a different order with one process than with several.
         generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
         sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)

@@ -363,7 +363,7 @@ class _Runs:
             subject = self._resumed(flags, asked) if resume else self._run("the run", flags, **asked)
         except ScriptFailed as error:
             if strategy is not None and "ConfigurationError:" in error.reason:
-                raise  # this strategy needs something that the script does not give, such as a tp_plan
+                raise  # the strategy needs an option that the script does not set, such as a tp_plan
             self.progress("It failed. The script on one process")
             self._run("one process", ["--num_processes", "1", *kept], strategy="single", precision="32")
             return VerificationResult.failed(error)
@@ -395,7 +395,7 @@ class _Runs:
         half = self.steps // 2
         if half < 1:
             raise ConfigurationError(f"--resume stops after half of the steps, so it needs 2 steps, got {self.steps}.")
-        # A Trainer looks for signals from time to time, so it takes some more steps.
+        # A Trainer checks for signals only periodically, so it takes a few more steps.
         first = self._run("the stopped run", flags, **asked, stop_after=half, steps=10**9)
         self.progress(f"The same, resumed after {first.steps} steps")
         again = {RESUME_VARIABLE: "auto"}

@@ -44,7 +44,7 @@ _HOME = {
     "skip_first_batches": "data_loader",
     "synchronize_rng_states": "utils",
 }
-# Submodules that scripts reach for as attributes, as in `accelerate.utils.set_seed`, without importing them.
+# Submodules that scripts use as attributes, such as `accelerate.utils.set_seed`, without importing them.
 _SUBMODULES = (
     "accelerator",
     "big_modeling",

@@ -73,7 +73,7 @@ class Accelerator(ReadMembers):
         if asked and not any(kwargs.get(name) for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")):
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         if _places_otherwise(kwargs):
-            # Accelerate ignores DDP's options then, which the Trainer of transformers counts on.
+            # transformers' Trainer relies on Accelerate ignoring DDP's options in this case.
             unused = self.ddp_handler
             kwargs["kwargs_handlers"] = [each for each in self.kwargs_handlers if each is not unused]
         self._step = 0
@@ -178,7 +178,7 @@ class Accelerator(ReadMembers):
             prepared._is_accelerate_prepared = True  # type: ignore[assignment]
             if self._native_amp is False:
                 PrecisionForward.remove(self.strategy.unwrap(prepared))
-            if self._unscaled is not None:  # a strategy may have made a scaler of its own
+            if self._unscaled is not None:  # the strategy may have created its own scaler
                 self.scaler = self._unscaled[0]
         return prepared
 
@@ -194,7 +194,9 @@ class Accelerator(ReadMembers):
                 give_generator(loader)
         loaders = [each for each in objects if isinstance(each, DataLoader)]
         if loaders and all(isinstance(each.dataset, IterableDataset) for each in loaders):
-            config.dispatch_batches = dispatch is not False  # as None means, but for comparing the processes
+            config.dispatch_batches = (
+                dispatch is not False
+            )  # equivalent to None, except that the processes are compared
         try:
             yield
         finally:

@@ -176,7 +176,7 @@ def _random_state(state: Any, rank: int) -> dict[str, Any]:
     devices = {}
     for name, saved in state.items():
         kind = re.fullmatch(r"torch_(\w+)_manual_seed", str(name))
-        if kind is not None:  # of all devices that the process saw
+        if kind is not None:  # of all devices that were visible to the process
             devices[kind[1]] = saved[min(rank, len(saved) - 1)] if isinstance(saved, list) else saved
     words, numpy = state["random_state"], state["numpy_random_seed"]
     return RandomState(

@@ -35,8 +35,8 @@ from drivetrain.checkpoint.torch_files import (
 from drivetrain.checkpoint.tree import packed, unpack
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
-# The keys of callbacks' states: `EarlyStopping{'mode': 'min'}` there is `EarlyStopping(mode='min')` here, and a time is
-# a `datetime.timedelta(...)` there, and a number of seconds here.
+# Keys of callback states: Lightning's `EarlyStopping{'mode': 'min'}` is `EarlyStopping(mode='min')` here. Lightning
+# writes durations as `datetime.timedelta(...)`, and this package as seconds.
 
 _TIMES = ("train_time_interval",)
 
@@ -68,7 +68,7 @@ def completed(state: Any) -> Any:
         return state
     newest = state.get("best_model_path") or ""
     score = state.get("current_score")
-    # Without a metric Lightning has its only checkpoint as a path alone.
+    # Without `monitor`, Lightning stores only the path of its one checkpoint.
     scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
     return {
         **state,
@@ -90,8 +90,8 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-# The counters of a run. Lightning counts batches and epochs as ready, started, processed and completed. A batch counts
-# as done once it is processed: one that is saved in the hook of its end is completed by Lightning on the way back.
+# Counters of a run. Lightning counts batches and epochs as ready, started, processed and completed. Here, a batch is
+# done once it is processed, because a checkpoint from its end hook has not counted it as completed yet.
 
 _EPOCHS = "epoch_progress"
 _BATCHES = "epoch_loop.batch_progress"
@@ -113,7 +113,8 @@ def progress_of(found: Mapping[str, Any]) -> dict[str, Any]:
             done = int(batches["current"]["processed"])
             phase = "SCHEDULED" if done and batches.get("is_last_batch") else "BATCHES"
             ends_batch = batches["current"]["completed"] < done
-            # At an epoch's end the validation is run again: what it logged is not in the file, and callbacks watch it.
+            # At an epoch's end the validation runs again: callbacks monitor its values, which the file does not
+            # contain.
             is_validated = phase == "BATCHES" and not ends_batch and not _is_within_validation(fit)
     return {
         "global_step": int(found.get("global_step", 0)),
@@ -142,7 +143,7 @@ def loops_of(progress: Mapping[str, Any], epoch_length: float = float("inf")) ->
     is_between = phase == "BATCHES" and done == 0
     is_closed = is_between or phase == "CLOSING"
     is_last = phase != "BATCHES" or (is_between and total > 0) or done >= epoch_length
-    # Lightning then turns to the next epoch at once, rather than to hooks that miss what the validation logged.
+    # Lightning then starts the next epoch. Otherwise end hooks would run without the values of the validation.
     ends_batch = not is_closed and (is_last or progress["validated_at"] != total)
     if is_between:
         epochs = _counts(epoch, epoch, epoch, epoch)
@@ -224,7 +225,7 @@ def extras_of(
     rest = {
         "engine": {name: engine[name] for name in ("loaders", "registered", "precision", "classes") if name in engine},
         "driver": {name: value for name, value in driver.items() if name not in _ELSEWHERE},
-        # Lightning keeps scores as tensors of 32 bits, and less than this package in all.
+        # Lightning stores scores as float32 tensors, and less state than this package.
         "callbacks": {
             key: state for key, state in driver.get("callbacks", {}).items() if there.get(key_there(key)) is not state
         },
@@ -398,7 +399,7 @@ def read_lightning_state(
 def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Convert Lightning's entries to the shared state of a run."""
     rest = {key: value for key, value in found.items() if key != KEY}
-    # The loops and the version stay among what hooks see.
+    # `on_load_checkpoint` hooks see the loops and the version.
     engine: dict[str, Any] = {"models": [dict(rest.pop("state_dict"))], "classes": {}}
     scaler: dict[str, Any] = next((rest.pop(key) for key in _SCALERS if key in rest), {})
     if "optimizer_states" in rest:
@@ -420,7 +421,7 @@ def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         _OF_DATA_MODULE: hyper_parameters if of_data_module is None else of_data_module,
         "hparams_name": (name_of_task := rest.pop("hparams_name", None)),
         _NAME_OF_DATA: rest.pop(_NAME_OF_DATA, name_of_task),
-        # Hooks see Lightning's states under its keys. Callbacks take the last one that is theirs.
+        # Hooks see the states under Lightning's keys. A callback loads the last one that matches it.
         "callbacks": {**callbacks, **{key_here(str(key)): completed(state) for key, state in callbacks.items()}},
         "trackers": [],
         "should_stop": False,

@@ -119,7 +119,7 @@ def extras_at(path: str) -> Extras | None:
             else:
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return Extras.of(content, path)
-    except Exception:  # whatever torch raises of a file that is something else
+    except Exception:  # torch raises various errors for files of other formats
         return None
 
 
@@ -166,7 +166,7 @@ class LightningFormat(CheckpointFormat):
 
     name = "lightning"
 
-    # checkpoints that are there
+    # existing checkpoints
 
     def recognises(self, source: Any) -> bool:
         return not isinstance(source, str | os.PathLike) or is_lightning_checkpoint(source)
@@ -327,7 +327,7 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
 
     Checkpoint directories are left out, because Lightning cannot open them.
     """
-    # One that is being written is not there yet.
+    # A checkpoint that is still being written does not exist yet.
     files = {
         path: torch.tensor(float(score)) for path, score in callback.kept_scores.items() if not os.path.isdir(path)
     }

@@ -18,7 +18,7 @@ def installed_packages() -> tuple[Callable[..., Any], tuple[str, ...]] | None:
 
 def call_spawned(spawning: StartsProcesses, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in each process that the strategy starts. Returns rank 0's result."""
-    from drivetrain.launch.notebook import call_in_processes  # here: few scripts start processes
+    from drivetrain.launch.notebook import call_in_processes  # imported here, because few scripts start processes
     from drivetrain.launch.options import LaunchOptions
 
     options = LaunchOptions(num_processes=spawning.num_processes, cpu=spawning.kind == "cpu")

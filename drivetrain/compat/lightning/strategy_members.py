@@ -258,7 +258,7 @@ class StrategyView(StrategyMembers):
         return type(self._viewed)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_viewed", "_precision"):  # in a copy that is being made
+        if name in ("_viewed", "_precision"):  # while the object is being copied
             raise AttributeError(name)
         return getattr(self._viewed, name)
 

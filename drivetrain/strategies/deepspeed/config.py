@@ -661,7 +661,7 @@ def check_zero_options(config: Config) -> None:
             )
 
 
-# What the user does instead, if DeepSpeed rejects a section.
+# Advice for sections that DeepSpeed rejects
 _INSTEAD = {
     "compile": "To compile the model, use Trainer(compile=...) or Accelerator(dynamo_backend=...).",
 }

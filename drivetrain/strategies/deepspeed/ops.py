@@ -173,7 +173,7 @@ def build(name: str, kind: str) -> None:
     builder.load(verbose=False)
 
 
-# Adagrad, which makes its state where it is built rather than in its first step
+# Adagrad, which creates its state in the constructor rather than in its first step
 
 
 class _Adagrad(Optimizer):

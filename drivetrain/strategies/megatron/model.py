@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront
 
 
-# What a task gives to `Megatron`, and what it is given
+# Interface between a task and `Megatron`
 
 
 @runtime_checkable

@@ -244,7 +244,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
         placed.accumulates = before
 
 
-# What megatron-core's optimizer keeps for each parameter, whole for this process's part of the model
+# State of megatron-core's optimizer for each parameter of this process's part of the model
 
 
 class Stepped(NamedTuple):

@@ -55,7 +55,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
 
-# decorator -> whether the tests under it run
+# decorator -> True if its tests run
 _CONDITIONS: dict[str, Callable[[], bool]] = {
     "require_cpu": lambda: torch_device == "cpu",
     "require_non_cpu": lambda: torch_device != "cpu",

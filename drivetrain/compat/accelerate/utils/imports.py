@@ -13,7 +13,7 @@ import torch
 from drivetrain.runtime.devices import available_device_kinds, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 
-# function -> the package that it asks for
+# function -> the package that it checks for
 _PACKAGES = {
     "is_4bit_bnb_available": "bitsandbytes",
     "is_8bit_bnb_available": "bitsandbytes",
@@ -54,7 +54,7 @@ _PACKAGES = {
     "is_wandb_available": "wandb",
 }
 
-# function -> the kind of device that it asks for
+# function -> the device type that it checks for
 _DEVICES = {
     "is_cuda_available": "cuda",
     "is_hpu_available": "hpu",

@@ -98,7 +98,7 @@ def extract_model_from_parallel(
     return without_wrappers(model, keep_torch_compile)
 
 
-# A strategy removes its own wrappers (`Strategy.unwrap`). These may be around a model that a script has wrapped itself.
+# `Strategy.unwrap` removes the strategy's own wrappers. The script may have added these itself.
 _ADDED_BY_SCRIPTS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 

@@ -44,7 +44,7 @@ from drivetrain.trackers import Tracker
 from drivetrain.trainer import Task
 from drivetrain.trainer.setup import make_accelerator
 
-# The part of Fabric that lets processes work together.
+# Mixin of Fabric: collectives
 
 
 class Processes:
@@ -87,7 +87,7 @@ class Processes:
         return send_to_device(data, self._strategy.root_device)
 
 
-# The part of Fabric that runs the parts of a step.
+# Mixin of Fabric: backward, clipping, autocast
 
 
 class Stepping:
@@ -147,7 +147,7 @@ def forward_module(module: nn.Module) -> nn.Module:
     return bare.get_submodule("_forward_module") if isinstance(bare, FabricModule) else module
 
 
-# The part of Fabric that writes and reads states.
+# Mixin of Fabric: checkpoints
 
 
 class StateFiles:
@@ -225,7 +225,7 @@ def _check_filter(given: Any, state: Mapping[str, Any]) -> None:
             )
 
 
-# The part of Fabric that writes values and calls callbacks.
+# Mixin of Fabric: logging and callbacks
 
 
 class Reporting:
@@ -272,7 +272,7 @@ def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str,
     return {name: value for name, value in given.items() if name in parameters}
 
 
-# The part of Fabric that prepares modules, optimizers and loaders.
+# Mixin of Fabric: preparation of modules, optimizers and loaders
 
 
 class Preparing(Reporting):
@@ -386,7 +386,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-# `Fabric`: the Accelerator, as a raw loop written for Fabric calls it.
+# `Fabric`: Lightning's interface, implemented with the Accelerator
 
 
 def _nothing(fabric: Fabric) -> None:

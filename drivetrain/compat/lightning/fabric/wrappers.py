@@ -21,7 +21,7 @@ from drivetrain.trainer import Task
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.fabric.fabric import Preparing
 
-# What Fabric makes of modules, optimizers and loaders.
+# Wrappers of modules, optimizers and loaders
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -30,7 +30,7 @@ class BackwardGuard:
     """Raise on `loss.backward()` if the precision or strategy requires `fabric.backward(loss)`.
 
     Attributes:
-        is_inside: Whether Fabric runs one now.
+        is_inside: True while Fabric runs a backward pass.
     """
 
     def __init__(self, is_needed: bool) -> None:
@@ -209,7 +209,7 @@ class FabricDataLoader:
         return getattr(self._dataloader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._dataloader, PreparedLoader):  # which moves its batches and counts its epochs
+        if isinstance(self._dataloader, PreparedLoader):  # it moves batches and counts epochs
             yield from self._dataloader
             return
         for sampler in (self._dataloader.sampler, getattr(self._dataloader.batch_sampler, "sampler", None)):
@@ -231,7 +231,7 @@ def is_wrapped(obj: object) -> bool:
 _FabricModule, _FabricOptimizer, _FabricDataLoader = FabricModule, PreparedOptimizer, FabricDataLoader
 
 
-# A `LightningModule` whose loop runs over Fabric: what it finds in the place of a Trainer.
+# Stand-in for `trainer` when a `LightningModule` runs under Fabric
 
 _OF_FABRIC = ("global_rank", "local_rank", "node_rank", "world_size", "is_global_zero", "device", "strategy", "print")
 

@@ -50,7 +50,7 @@ def _lightning_path(path: str) -> str:
         return path
     try:
         kind = getattr(importlib.import_module(module), name, None)
-    except ImportError:  # something else that begins so, such as the name of a file
+    except ImportError:  # other text with this prefix, such as a file name
         return path
     for room in _ROOMS:
         mirror = importlib.import_module(f"drivetrain.compat.lightning.pytorch.{room}")

@@ -94,7 +94,7 @@ def _without_unset(config: Any) -> Any:
     """Return the configuration without unset arguments that only the mirror has."""
     kept = config.clone()
     defaults = inspect.signature(Trainer.__init__).parameters
-    for values in (kept, *vars(kept).values()):  # of one verb, or of all
+    for values in (kept, *vars(kept).values()):  # for one subcommand or for all
         options: Any = getattr(values, "trainer", None)
         if not hasattr(options, "pop"):
             continue

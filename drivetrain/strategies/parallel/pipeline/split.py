@@ -243,7 +243,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-# What crosses from stage to stage, found by running a model once on tensors that have shapes but no values
+# Tensors sent between stages, found by running the model once on tensors without values
 
 
 @dataclass(frozen=True)

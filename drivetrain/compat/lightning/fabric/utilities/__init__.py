@@ -58,7 +58,7 @@ def disable_possible_user_warnings(module: str = "") -> None:
     filterwarnings("ignore", module=module, category=PossibleUserWarning)
 
 
-# Imported when they are asked for: they stand on rooms that stand on this one.
+# Imported lazily, to avoid an import cycle.
 _LATE = {
     "AttributeDict": "data",
     "suggested_max_num_workers": "data",

@@ -50,7 +50,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     In a loader that the Trainer or Fabric has prepared, each sample has a seed of its own, and needs none.
     """
     own = rank_zero_only.rank if rank is None and hasattr(rank_zero_only, "rank") else rank or 0
-    base = (torch.initial_seed() - worker_id) % 2**64  # torch has added the worker's number
+    base = (torch.initial_seed() - worker_id) % 2**64  # torch has already added the worker's index
     first, second, *words = np.random.SeedSequence([base, worker_id, own]).generate_state(6).tolist()
     torch.manual_seed(first * 2**32 + second)
     np.random.seed(words[:2])

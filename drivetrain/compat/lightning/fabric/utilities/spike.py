@@ -57,7 +57,9 @@ class SpikeDetection:
         value = float(loss)
         mine = batch_idx >= self.warmup and self._is_far(value)
         if not any(gather_object([mine])):
-            if math.isfinite(value):  # one that is not would hide what comes after it, or make all of it a spike
+            if math.isfinite(
+                value
+            ):  # a non-finite loss in the mean would hide later spikes, or turn every later loss into one
                 self._last.append(value)
             return
         self.bad_batches += [batch_idx - 1, batch_idx]

@@ -223,7 +223,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         ):
             rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty.")
 
-    # what derived classes call, and override
+    # methods that subclasses call and override
 
     _every_n_epochs, _every_n_train_steps = Alias("every_n_epochs"), Alias("every_n_train_steps")
     _train_time_interval = Alias("train_time_interval")
@@ -266,7 +266,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.ckpt_path is not None:
-            self.protect(os.path.abspath(trainer.ckpt_path))  # the run may be started from there once more
+            self.protect(os.path.abspath(trainer.ckpt_path))  # the run may be resumed from there again
         super().on_train_start(trainer, pl_module)
 
     # the state of this callback
@@ -285,7 +285,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved_in = state_dict.get("dirpath")
         if not saved_in:
-            return  # no run has used that callback yet
+            return  # the callback has not been used in a run yet
         before, self.set_by_hand = self.dirpath, {}
         super().load_state_dict(completed(state_dict.get(_OURS, state_dict)))
         if saved_in != self.dirpath:

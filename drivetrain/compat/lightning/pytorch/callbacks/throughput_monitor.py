@@ -117,7 +117,7 @@ class Pass:
         self.throughput = throughput
         self.batches = 0
         self._samples = self._lengths = 0
-        self._before = 0.0  # seconds of the runs before
+        self._before = 0.0  # seconds of earlier passes
         self._began = self._ended = 0.0
 
     def start(self) -> None:

@@ -34,7 +34,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # By identity: whether each parameter of an optimizer took gradients.
+        # `requires_grad` of each parameter before toggling, by `id`
         self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
 
     @classmethod

@@ -63,7 +63,7 @@ def _has_form(name: str, value: Any) -> bool:
     """Return True if YAML can represent a value. Warns if not."""
     try:
         yaml.dump(value)
-    except (TypeError, ValueError, yaml.YAMLError):  # whatever the object raises where it is pickled
+    except (TypeError, ValueError, yaml.YAMLError):  # pickling can raise any exception
         rank_zero_warn(f"Skipping {name!r} parameter because it is not possible to safely dump to YAML.")
         return False
     return True

@@ -20,7 +20,7 @@ SLOWEST = 10_000.0
 
 def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
     """Return the sinusoidal encoding of positions: sines at even and cosines at odd indices."""
-    # Not a power of SLOWEST: the last bit of a rate decides that of a loss.
+    # Not computed as a power of SLOWEST, because rounding would change the last bit of losses.
     rates = torch.exp(torch.arange(0, size, 2, device=like.device).float() * (-math.log(SLOWEST) / size))
     angles = position * rates
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten().to(like)
@@ -66,7 +66,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.ninp = ninp
-        # The order decides which random numbers each part starts from, and so the losses of a seeded example.
+        # The order determines each part's initial random values, and so the losses of seeded examples.
         self.embedding = nn.Embedding(vocab_size, ninp)
         self.transformer = nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True)
         self.decoder = nn.Linear(ninp, vocab_size)

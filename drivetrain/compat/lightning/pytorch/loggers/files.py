@@ -125,7 +125,7 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
         return self.tracker
 
     def start(self) -> None:
-        # A logger of its own class may have another name or version.
+        # A subclass may override the name or version.
         self.run_directory.name, self.run_directory.version = self.name or "", self.version
         super().start()
         self._write_hparams()

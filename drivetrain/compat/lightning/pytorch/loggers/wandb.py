@@ -105,7 +105,7 @@ class WandbLogger(Logger):
         taken = inspect.signature(wandb.init).parameters.get("anonymous")
         options = dict(self._wandb_init)
         if options["anonymous"] is None and taken is not None and taken.default is not None:
-            del options["anonymous"]  # wandb 0.2x and later warn of it, whatever it is
+            del options["anonymous"]  # wandb 0.2x and later warn about this argument for every value
         return wandb.init(**options)
 
     @property

@@ -22,7 +22,7 @@ _ABSENT = ("ModelParallelStrategy", "ParallelStrategy", "SingleDeviceXLAStrategy
 _absent = absent_names(__name__, (STRATEGY, _ABSENT))
 
 
-# torch's part of FSDP takes most of a second to import
+# importing torch's FSDP takes nearly a second
 _LATE = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed", "StrategyRegistry": "registry"}
 
 

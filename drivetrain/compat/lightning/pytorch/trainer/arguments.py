@@ -42,7 +42,7 @@ from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.cli.parser import subclasses
 from drivetrain.trainer.options import Option
 
-# The arguments of Lightning's `Trainer` with their types, for what makes options of signatures.
+# Arguments of Lightning's `Trainer` with types, from which command lines create options.
 
 
 class AnyOf(type):
@@ -106,20 +106,20 @@ def show_all_arguments(kind: type) -> None:
     own = inspect.signature(inspect.unwrap(init)).parameters
     core = inspect.signature(CoreTrainer.__init__).parameters
     types = {**get_type_hints(CoreTrainer.__init__), **get_type_hints(inspect.unwrap(init)), **_TYPES}
-    ordered = {**core, **own}  # in the core's order, and then what is only here
+    ordered = {**core, **own}  # in the core's order, followed by arguments that only the mirror has
     named = [
         each.replace(default=_DEFAULTS.get(each.name, each.default))
         for each in ordered.values()
         if each.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    init.__doc__ = CoreTrainer.__doc__  # which describes the arguments that are not described here
+    init.__doc__ = CoreTrainer.__doc__  # its docstring describes the core's arguments
     init.__signature__ = inspect.Signature([each.replace(annotation=types.get(each.name, Any)) for each in named])
     for verb in ("fit", "validate", "test", "predict"):
         function = getattr(kind, verb)
         function.__signature__ = inspect.signature(function, eval_str=True)
 
 
-# Arguments that Lightning's Trainer took in earlier versions, which many scripts still give.
+# Arguments of earlier Lightning versions that many scripts still pass.
 
 REMOVED = {
     "amp_backend": "precision='16-mixed' or 'bf16-mixed'",
@@ -178,7 +178,7 @@ def refuse_removed(options: Mapping[str, Any]) -> None:
     raise UnknownArgumentError(f"Trainer({name}={value!r}): Lightning has removed this argument. {hint}")
 
 
-# What a Trainer is asked to run on, checked in Lightning's words.
+# Checks of the hardware arguments, with Lightning's error messages
 
 _CLASSES = {kind.kind: kind.__name__ for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator)}
 
@@ -189,7 +189,9 @@ class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
 
 def kind_of(accelerator: Any) -> Any:
     """Return the device type that one of Lightning's accelerator objects stands for. Other values are unchanged."""
-    if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
+    if issubclass(
+        type(accelerator), Accelerator
+    ):  # not isinstance, which is also True for an Accelerator on this device type
         return accelerator.kind
     if accelerator == "gpu" and MPSAccelerator.is_available() and not CUDAAccelerator.is_available():
         return MPSAccelerator.kind
@@ -231,7 +233,7 @@ def check_precision(precision: Any) -> None:
         raise ConfigurationError(f"Precision {precision!r} is invalid. {error.message}") from None
 
 
-# What a Trainer's plugins and its strategy stand for among its other arguments.
+# Options that plugins and strategies set
 
 
 def spell(options: dict[str, Any]) -> None:
@@ -294,7 +296,7 @@ def _refuse_two_of_a_kind(plugins: list[Any]) -> None:
         )
 
 
-# The callbacks that Lightning's Trainer has without being given them.
+# Default callbacks of Lightning's Trainer
 
 ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
 """The group of entry points by which packages add callbacks to every Trainer."""
@@ -335,14 +337,14 @@ def _replaced(added: Callback, has_rich: bool) -> Callback:
         return TQDMProgressBar.by_default()
     if type(added) is CoreProgressBar:
         require_rich("RichProgressBar")
-        # Imports rich, which is installed on wish.
+        # Imports rich, an optional dependency.
         from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 
         return RichProgressBar()
     return RichModelSummary() if has_rich and type(added) is ModelSummary else added
 
 
-# What Lightning's Trainer does with its arguments before it uses them.
+# Preprocessing of arguments, as in Lightning's Trainer
 
 _NOTHING_AROUND = {
     "enable_checkpointing": (None, False),
@@ -374,7 +376,7 @@ def from_environment(init: Callable[..., None]) -> Callable[..., None]:
         found = {name: os.environ[f"PL_TRAINER_{name.upper()}"] for name in names if _is_set(name)}
         init(self, **{**{name: _value(text) for name, text in found.items()}, **given})
 
-    # Programs make options of the arguments that they find in the signature, and give those of theirs that it names.
+    # Programs generate options from the signature and pass only the arguments that it names.
     known = {**inspect.signature(CoreTrainer.__init__).parameters, **inspect.signature(init).parameters}
     named = [
         each for name, each in known.items() if each.kind is not inspect.Parameter.VAR_KEYWORD and name not in ONLY_HERE

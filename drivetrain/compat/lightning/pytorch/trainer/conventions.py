@@ -26,7 +26,7 @@ from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.progress import Phase
 from drivetrain.trainer.optimizers import SCHEDULER_KEYS, SchedulerConfig
 
-# What Lightning warns of in a loader.
+# Lightning's warnings about data loaders
 
 
 def warn_of_loader(loader: object, stage: Stage, num_devices: int, spawns: bool) -> None:
@@ -58,7 +58,7 @@ def _starts_from_nothing(spawns: bool) -> bool:
     return spawns or multiprocessing.get_start_method(allow_none=True) == "spawn"
 
 
-# The order in which Lightning's processes read training data.
+# Order in which Lightning's processes read training data
 
 
 def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
@@ -114,7 +114,7 @@ def _equal_on_all(drawn: list[Any]) -> list[Any]:
     return drawn
 
 
-# What a run takes for loaders, shows to hooks and begins with, as Lightning's does.
+# Conventions for loaders, hooks and the start of a run
 
 
 class LightningFitLoop(FitLoop):
@@ -182,7 +182,7 @@ class LightningConventions(CoreTrainer):
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
         """Return 1, the optimizer steps to count, or 0 if no batch was available."""
-        # Another process may have had a batch, and all must count alike.
+        # Another process may have had a batch, and step counts must be equal on all.
         return int(self.world_size > 1 or not all(batch.is_missing for batch in window))
 
     def make_fit_loop(self, *parts: Any) -> FitLoop:

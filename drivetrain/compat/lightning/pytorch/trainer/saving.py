@@ -89,7 +89,7 @@ class PluginFiles(ScriptFiles):
         if os.path.islink(path):
             os.unlink(path)
             return
-        # A resumed run removes once more what was about to be removed when its checkpoint was written.
+        # A resumed run repeats removals that were pending when its checkpoint was written.
         with suppress(FileNotFoundError):
             self._plugin.remove_checkpoint(path)
 
@@ -103,7 +103,7 @@ class PluginFiles(ScriptFiles):
 class LightningSaving(LightningConventions):
     """Mixin that saves checkpoints as Lightning files or through a `CheckpointIO` plugin."""
 
-    _weights_only: bool | None = None  # what the verb under way was given
+    _weights_only: bool | None = None  # argument of the running method
     _storage_options: Any = None
 
     def save_checkpoint(  # type: ignore[override]

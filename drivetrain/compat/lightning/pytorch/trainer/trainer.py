@@ -61,7 +61,7 @@ from drivetrain.trainer.metrics.transfer import to_numbers
 
 __all__ = ["Trainer"]
 
-# What profilers call the parts of a run there.
+# Lightning's names of profiled actions
 _WORDS = {
     "Task": "LightningModule",
     "DataModule": "LightningDataModule",
@@ -128,7 +128,7 @@ class Trainer(LightningSaving):
         give_checkpoint_io(plugins, self.strategy)
         record_driver(self.strategy, self)
         self.callbacks = as_there(self.callbacks, callbacks)
-        # Augmentation and streams draw from the generators of the process, or of the loader's workers.
+        # Augmentations and iterable datasets use the random generators of the process or of loader workers.
         self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False

@@ -44,13 +44,13 @@ def lightning_verb(verb: F) -> F:
         _check_module(self, name, model)
         placed = dict(zip(names, args, strict=False))
         if len(placed) < len(args) or placed.keys() & given.keys():
-            return verb(self, model, *args, **given)  # raises a TypeError, as such a call does
+            return verb(self, model, *args, **given)  # raises the usual TypeError
         given |= placed
         if given.get("return_predictions", True) is None:
             del given["return_predictions"]
         keeps = given.get("return_predictions", True)
         if stage is Stage.PREDICT:
-            given["gather"] = False  # each process gets its own, which may be of any class
+            given["gather"] = False  # each process returns its own predictions, of any type
         chosen = self.choose_checkpoint(given.get("ckpt_path"))
         if chosen is not None:
             given["ckpt_path"] = chosen
@@ -73,7 +73,7 @@ def lightning_verb(verb: F) -> F:
                 if stage is not Stage.TRAIN and evaluated is not None:
                     evaluated.zero_grad()
                 if self.world_size > 1:
-                    reset_seed()  # several processes begin with the seed again, whatever the script drew
+                    reset_seed()  # several processes apply the seed again, regardless of numbers drawn before
                 result = verb(self, model, **given)
                 return self.keep_predictions(result, keeps) if stage is Stage.PREDICT else result
         except LaunchError as error:

@@ -28,7 +28,7 @@ from drivetrain.trainer.metrics.transfer import to_numbers
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
 
-# `trainer.callback_metrics` and its like as Lightning's scripts read them.
+# `trainer.callback_metrics` and similar attributes
 
 
 class CallbackMetrics(dict[str, Tensor]):
@@ -96,7 +96,7 @@ class LightningLoggedValues(LoggedValues):
         results = super().finish_epoch(stage, task, keep)
         names = {result.epoch_name for result in results}
         for entry in self.values_of(stage):
-            if entry.on_step and entry.step_name in names:  # the epoch's is newer, until the next step
+            if entry.on_step and entry.step_name in names:  # the epoch's value is newer until the next step
                 entry.last = None
         return results
 
@@ -150,7 +150,7 @@ class LightningTrackerLog(TrackerLog):
             group.log(values, step)
 
 
-# `trainer.fit_loop` and its counters as Lightning's scripts read them: views of the run's own.
+# `trainer.fit_loop` and its counters: views of the run's state
 
 Read = Callable[[], float]
 

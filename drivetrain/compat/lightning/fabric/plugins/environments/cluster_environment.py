@@ -127,7 +127,7 @@ class ExternalEnvironment(ClusterEnvironment):
         return int(os.environ[self.variables[name]])
 
     def _ignore(self, name: str, value: int) -> None:
-        # Under Lightning's name, by which scripts choose what they see.
+        # Scripts filter warnings and logs by Lightning's name.
         logger = logging.getLogger("lightning.fabric.plugins.environments")
         logger.debug(
             f"{type(self).__name__}: setting {name} is not allowed, the scheduler decides it. Ignored: {value}."

@@ -13,7 +13,7 @@ __all__ = ["LightningEnvironment"]
 class LightningEnvironment(ClusterEnvironment):
     """Default environment: one machine, or several on which the user starts the script by hand.
 
-    `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` and `LOCAL_RANK` are read; with the last one each process has been started
+    `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` and `LOCAL_RANK` are read. With `LOCAL_RANK` set, each process was started
     by hand.
     """
 

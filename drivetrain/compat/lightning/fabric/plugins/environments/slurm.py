@@ -17,7 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
 __all__ = ["SLURMEnvironment"]
 
-# The first name of a list, with the first of the numbers in brackets, and what stands after them.
+# First host of a SLURM list: the prefix, the first number in brackets, and the suffix
 _FIRST_HOST = re.compile(r"([^\[,\s]*)(?:\[([^\],-]+)[^\]]*\]([^,\s]*))?")
 
 

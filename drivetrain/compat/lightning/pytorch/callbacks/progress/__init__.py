@@ -13,7 +13,7 @@ __all__ = ["ProgressBar", "RichProgressBar", "TQDMProgressBar"]
 def __getattr__(name: str) -> Any:
     if name != "RichProgressBar":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imports rich, which is installed on wish.
+    # Imports rich, an optional dependency.
     from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 
     return RichProgressBar

@@ -24,7 +24,7 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._loader: int | None = None  # the one whose batches were shown last
+        self._loader: int | None = None  # the loader shown last
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None}

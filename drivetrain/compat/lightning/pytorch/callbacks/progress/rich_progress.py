@@ -133,7 +133,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             self._drawn_at = now
             self.progress.refresh()
 
-    # what all passes have in common
+    # shared by all stages
 
     def _open(self, trainer: Any) -> None:
         if self.is_disabled or self._is_live:

@@ -130,7 +130,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             **options,
         )
 
-    # what all passes have in common
+    # shared by all stages
 
     def _restart(self, name: str, total: float, title: str) -> None:
         bar = self._bar(name)
@@ -173,7 +173,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
     def on_sanity_check_start(self, *_: Any) -> None:
         self._bars["val"] = self.init_sanity_tqdm()
-        self._bars["train"] = Tqdm(disable=True)  # there is none yet
+        self._bars["train"] = Tqdm(disable=True)  # no bar exists yet
 
     def on_sanity_check_end(self, *_: Any) -> None:
         self.train_progress_bar.close()

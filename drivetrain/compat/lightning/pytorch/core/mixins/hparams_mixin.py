@@ -44,7 +44,7 @@ class HyperparametersMixin(HoldsHyperParameters):
             )
         current = inspect.currentframe()
         if frame is None and current is not None:
-            frame = current.f_back and current.f_back.f_back  # past known_keywords
+            frame = current.f_back and current.f_back.f_back  # skip the frame of the decorator `known_keywords`
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
         if not args:
             left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())

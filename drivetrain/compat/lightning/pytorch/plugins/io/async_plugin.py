@@ -73,7 +73,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def _do(self, work: Callable[[], Any]) -> None:
         try:
             work()
-        except Exception as error:  # raised where the script calls again
+        except Exception as error:  # raised at the next call of the script
             self._error = self._error or error
 
     def _wait(self) -> None:
