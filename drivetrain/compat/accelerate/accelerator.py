@@ -194,9 +194,7 @@ class Accelerator(ReadMembers):
                 give_generator(loader)
         loaders = [each for each in objects if isinstance(each, DataLoader)]
         if loaders and all(isinstance(each.dataset, IterableDataset) for each in loaders):
-            config.dispatch_batches = (
-                dispatch is not False
-            )  # equivalent to None, except that the processes are compared
+            config.dispatch_batches = dispatch is not False  # like None, except that processes are compared
         try:
             yield
         finally:

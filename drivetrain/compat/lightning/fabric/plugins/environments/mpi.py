@@ -74,6 +74,5 @@ class MPIEnvironment(ExternalEnvironment):
 def _world() -> Any:
     if not _MPI4PY_AVAILABLE:
         raise ModuleNotFoundError("MPIEnvironment needs mpi4py: pip install mpi4py")
-    return __import__(
-        "mpi4py", fromlist=["MPI"]
-    ).MPI.COMM_WORLD  # "from mpi4py import MPI", imported dynamically because the package has no type hints
+    # "from mpi4py import MPI", imported dynamically because the package has no type hints.
+    return __import__("mpi4py", fromlist=["MPI"]).MPI.COMM_WORLD
