@@ -57,9 +57,7 @@ class SpikeDetection:
         value = float(loss)
         mine = batch_idx >= self.warmup and self._is_far(value)
         if not any(gather_object([mine])):
-            if math.isfinite(
-                value
-            ):  # a non-finite loss in the mean would hide later spikes, or turn every later loss into one
+            if math.isfinite(value):  # other values in the mean would hide later spikes
                 self._last.append(value)
             return
         self.bad_batches += [batch_idx - 1, batch_idx]

@@ -189,9 +189,7 @@ class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
 
 def kind_of(accelerator: Any) -> Any:
     """Return the device type that one of Lightning's accelerator objects stands for. Other values are unchanged."""
-    if issubclass(
-        type(accelerator), Accelerator
-    ):  # not isinstance, which is also True for an Accelerator on this device type
+    if issubclass(type(accelerator), Accelerator):  # isinstance is True for our Accelerator too
         return accelerator.kind
     if accelerator == "gpu" and MPSAccelerator.is_available() and not CUDAAccelerator.is_available():
         return MPSAccelerator.kind
