@@ -158,7 +158,7 @@ python examples/gallery/{example.name}.py
 python examples/gallery/{example.name}.py --small   # {example.small}
 ```
 
-[The report of this run](reports/{example.name}.html): its curves to zoom, where the time went, what was run.
+[The report of this run](reports/{example.name}.html): curves to zoom, where the time went, and the configuration.
 
 ## What it uses
 
@@ -192,9 +192,8 @@ def index(recorded: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in environment.items())
     return f"""# Gallery
 
-Complete examples to copy: each is one script of at most 150 lines of code in `examples/gallery/`, with its curves and
-numbers as run, and how long that took on two cores of a CPU. The data are real and come with the packages that the
-examples use, so nothing is downloaded; where data are made, the page states it.
+Copy a complete example. Each is one script of at most 150 lines in `examples/gallery/`, shown with curves, results and
+the time on two CPU cores. The data come with the packages that the examples use, so nothing is downloaded.
 
 <div class="grid cards" markdown>
 
@@ -209,15 +208,14 @@ pip install "drivetrain[examples]"
 python examples/gallery/classification.py --output classification
 ```
 
-Each script writes its metrics, checkpoints, pictures, `results.json` and a [run report](../run-report.md) below
-`--output`, and has `--small` for a few steps. Seeds are fixed: on the same machine and versions the numbers repeat.
-Those shown are of {versions}.
-`python -m tests.examples.gallery --run` runs all examples and writes these pages again.
+Each script writes metrics, checkpoints, pictures, `results.json` and a [run report](../run-report.md) to `--output`.
+With `--small`, it takes only a few steps. Seeds are fixed, so results repeat on the same machine and versions. Those
+shown are from {versions}. `python -m tests.examples.gallery --run` runs all examples and writes these pages again.
 
 ## Next
 
-- [Trainer and Task](../trainer.md), and [the Accelerator](../accelerator.md) for loops of your own
-- [More examples](../examples.md): one feature a file, and one task under every strategy
+- [Trainer and Task](../trainer.md), and [the Accelerator](../accelerator.md) for your own loop
+- [More examples](../examples.md): one feature per file, and one task under every strategy
 """
 
 

@@ -48,19 +48,17 @@ class Example:
     stacked: bool = False
 
 
-SAVING = (
-    "[`ModelCheckpoint`](../callbacks.md#modelcheckpoint): the best model by a validation metric, for test and predict"
-)
-STOPPING = "[`EarlyStopping`](../callbacks.md#earlystopping): training ends where validation no longer improves"
-RATES = "[`LearningRateMonitor`](../callbacks.md#learningratemonitor-and-modelsummary): the schedule as a curve"
+SAVING = "[`ModelCheckpoint`](../callbacks.md#modelcheckpoint): keeps the best model by a validation metric"
+STOPPING = "[`EarlyStopping`](../callbacks.md#earlystopping): stops when validation no longer improves"
+RATES = "[`LearningRateMonitor`](../callbacks.md#learningratemonitor-and-modelsummary): logs the learning rate"
 METRICS = (
-    "[torchmetrics](../trainer.md#logging), logged as objects: each sample counts once, on any number of processes"
+    "[torchmetrics](../trainer.md#logging), logged as objects, which count each sample once on any number of processes"
 )
 SEEDED = (
-    "[a random state for each sample](../data.md#randomness-belongs-to-the-sample): with `Trainer(seed=0)` random data "
-    "repeat on any number of processes"
+    "[a random state for each sample](../data.md#randomness-belongs-to-the-sample): `Trainer(seed=0)` makes "
+    "augmentation repeatable on any number of processes"
 )
-BY_HAND = "[optimization by hand](../trainer.md#by-hand): `toggle_model`, `manual_backward`, two optimizers"
+BY_HAND = "[manual optimization](../trainer.md#by-hand): `toggle_model`, `manual_backward`, two optimizers"
 PREDICTING = '[`trainer.predict`](../trainer.md) with the best checkpoint (`ckpt_path="best"`)'
 
 EXAMPLES = [
@@ -69,9 +67,9 @@ EXAMPLES = [
         title="Image classification with augmentation",
         summary="A convolutional network on scanned digits, rotated, scaled and shifted at random.",
         text="""
-A convolutional network classifies scikit-learn's 1797 scanned digits of 8x8 pixels. Each training image is rotated,
-scaled and shifted at random in every epoch; a one-cycle schedule covers the whole run. The checkpoint with the best
-validation accuracy is tested, and its confusion matrix counted.
+Train a convolutional network on scikit-learn's 1797 scanned digits of 8x8 pixels. Each training image is randomly
+rotated, scaled and shifted in every epoch. A one-cycle learning rate schedule covers the run. The checkpoint with the
+best validation accuracy is tested, with a confusion matrix.
 """,
         described="Loss and accuracy of training and validation, and the confusion matrix of the test",
         panels=(
@@ -94,14 +92,14 @@ validation accuracy is tested, and its confusion matrix counted.
     Example(
         name="segmentation",
         title="Semantic segmentation with a U-Net",
-        summary="The class of each pixel: scanned digits, pasted on photographs.",
+        summary="Classify each pixel of photographs with scanned digits pasted on them.",
         text="""
-A small U-Net assigns each pixel of a photograph to the background or to one of ten digits. The canvases are pieces of
-the two photographs that come with scikit-learn, with two of its scanned digits pasted on each; those to train on are
-composed again in every epoch, from other digits than those of validation and test. The metric is the mean
-intersection over union of all 11 classes.
+Assign each pixel of an image to the background or to one of ten digits, with a small U-Net. The images are pieces of
+the two photographs in scikit-learn, with two of its scanned digits pasted on each. Training images are composed anew
+in every epoch, from other digits than those for validation and test. The metric is the mean intersection over union
+(IoU) of all 11 classes.
 """,
-        described="Canvases, the classes of their pixels and those found, above the curves of loss and overlap",
+        described="Images, true and predicted classes of their pixels, and curves of the loss and the IoU",
         panels=(
             Picture("Test canvases, the classes of their pixels, and those found", "canvases.png", width=1.15),
             Curves(
@@ -112,7 +110,7 @@ intersection over union of all 11 classes.
         numbers=(("test, mean intersection over union", "test_iou", ".3f"), ("test, loss", "test_loss", ".3f")),
         uses=(METRICS, SAVING, STOPPING, RATES, SEEDED, PREDICTING),
         following=(
-            "[Detection](detection.md): boxes rather than pixels",
+            "[Detection](detection.md): boxes instead of pixels",
             "[Mixed precision](../precision.md): half the memory for larger canvases",
         ),
         learned=None,
@@ -123,14 +121,14 @@ intersection over union of all 11 classes.
     Example(
         name="detection",
         title="Detection: class and box from one network",
-        summary="Multi-task learning: which digit is on a photograph, and where.",
+        summary="Multi-task learning: the class and the position of a digit in a photograph.",
         text="""
-One network has two heads: one names the digit on a photograph, the other finds the box around it. Both losses are
-logged, and their weighted sum is minimised. The canvases are pieces of the two photographs that come with
-scikit-learn, with one of its scanned digits pasted on each, 10 to 18 pixels wide. Boxes are measured by their
-intersection over union (IoU) with the true ones.
+Predict the class and the bounding box of an object with one network that has two heads. Both losses are logged, and
+their weighted sum is minimized. The images are pieces of the two photographs in scikit-learn, with one of its scanned
+digits pasted on each, 10 to 18 pixels wide. The metric for boxes is their intersection over union (IoU) with the true
+ones.
 """,
-        described="Canvases with the true boxes and those found, above the curves of the losses and of the metrics",
+        described="Images with true and predicted boxes, and curves of the losses and the metrics",
         panels=(
             Picture("Test canvases: the true boxes in white, those found in red", "canvases.png", width=0.55),
             Curves("Losses", {"digit_loss": "digit", "box_loss": "box", "train_loss": "weighted sum"}, log=True),
@@ -139,8 +137,8 @@ intersection over union (IoU) with the true ones.
         numbers=(("test, accuracy of the digit", "test_accuracy", ".1%"), ("test, IoU of the box", "test_iou", ".3f")),
         uses=(METRICS, SAVING, STOPPING, RATES, SEEDED, PREDICTING),
         following=(
-            "[Segmentation](segmentation.md): pixels rather than boxes",
-            "[A loss for each optimizer](../trainer.md#a-loss-for-each-optimizer): where heads are trained apart",
+            "[Segmentation](segmentation.md): pixels instead of boxes",
+            "[A loss for each optimizer](../trainer.md#a-loss-for-each-optimizer): to train heads separately",
         ),
         learned=("test_iou", "above", 0.4),
         small="three short epochs",
@@ -151,14 +149,15 @@ intersection over union (IoU) with the true ones.
     Example(
         name="finetuning",
         title="Fine-tuning a small transformer",
-        summary="Pre-trained on source code, fine-tuned on few labels, frozen at first.",
+        summary="Pre-train on source code, then fine-tune on few labels, first with frozen layers.",
         text="""
-A causal transformer of 170,000 parameters learns to predict the next character of the standard library's top modules.
-Fine-tuning then has 60 snippets of 96 characters of each of four packages (`asyncio`, `email`, `unittest`, `xml`) and
-learns which package a snippet is of. For three epochs only the new head is trained; then `BackboneFinetuning`
-unfreezes the transformer, at a fifth of the learning rate. The same network without pre-training is the reference.
-Half a minute of pre-training is little: with 400 test snippets, accuracies that differ by less than five points are
-equal within the error. Both read the sources of the Python that runs them, so other versions give other numbers.
+Pre-train a transformer, then fine-tune it on few labels. A causal transformer of 170,000 parameters first learns to
+predict the next character of the standard library's top-level modules. It is then fine-tuned on 60 snippets of 96
+characters from each of four packages (`asyncio`, `email`, `unittest`, `xml`), to classify the package of a snippet.
+For three epochs only the new head is trained. `BackboneFinetuning` then unfreezes the transformer, at a fifth of the
+learning rate. The baseline is the same network without pre-training. Half a minute of pre-training is little: with
+400 test snippets, differences below five percentage points are within the error. The data are the sources of the
+running Python, so other versions give other numbers.
 """,
         described="The loss of pre-training, validation accuracies with and without it, and the test accuracies",
         panels=(
@@ -176,7 +175,7 @@ equal within the error. Both read the sources of the Python that runs them, so o
             ("chance", "chance", ".1%"),
         ),
         uses=(
-            "[`BackboneFinetuning`](../callbacks.md#backbonefinetuning-and-basefinetuning): frozen until an epoch",
+            "[`BackboneFinetuning`](../callbacks.md#backbonefinetuning-and-basefinetuning): unfreezes layers later",
             METRICS,
             SAVING,
             RATES,
@@ -194,25 +193,25 @@ equal within the error. Both read the sources of the Python that runs them, so o
     ),
     Example(
         name="gan",
-        title="A conditional GAN, optimized by hand",
-        summary="Two networks, two optimizers, and a generator that draws the digit that is asked for.",
+        title="A conditional GAN with manual optimization",
+        summary="Two networks, two optimizers, and a generator of digits of a requested class.",
         text="""
-A generator learns to draw scanned digits, and a discriminator to distinguish them from scikit-learn's 1797 real ones;
-both are given the digit that is asked for. The task optimizes by hand and steps the two optimizers in turn. Losses of
-a GAN do not show how good it is, so a classifier by nearest neighbours, fitted to real digits only, reads 500 drawn
-ones after each epoch: the metric is the share that it reads as the digit asked for.
+Train two networks with two optimizers, in manual optimization. The generator learns to draw scanned digits of a
+requested class, and the discriminator to distinguish them from scikit-learn's 1797 real ones. Losses of a GAN do not
+show its quality. After each epoch, a nearest-neighbour classifier trained on real digits therefore classifies 500
+generated ones. The metric is the share that it assigns to the requested class.
 """,
-        described="Rows of drawn digits, the losses of both networks, and the share read as the digit asked for",
+        described="Generated digits, the losses of both networks, and the share classified as requested",
         panels=(
             Picture("Drawn digits, a row for each", "samples.png", width=1.2),
             Curves("Losses", {"loss_d": "discriminator", "loss_g": "generator"}),
             Curves("Read as the digit asked for", {"read_as_asked": "500 drawn digits"}, percent=True),
         ),
-        numbers=(("drawn digits read as the digit asked for", "read_as_asked", ".1%"),),
+        numbers=(("generated digits classified as requested", "read_as_asked", ".1%"),),
         uses=(BY_HAND, "[logging at the end of an epoch](../trainer.md#logging), in a hook"),
         following=(
-            "[Diffusion](diffusion.md): the same digits, in a loop of your own",
-            "`examples/gan.py`: the same on points in the plane, as a task and in a raw loop",
+            "[Diffusion](diffusion.md): the same digits, in your own loop",
+            "`examples/gan.py`: points in the plane, as a task and in your own loop",
         ),
         learned=("read_as_asked", "above", 0.2),
         falls="",
@@ -221,29 +220,29 @@ ones after each epoch: the metric is the share that it reads as the digit asked 
     ),
     Example(
         name="diffusion",
-        title="Diffusion in a loop of your own",
-        summary="The Accelerator, an average of the weights, and guided samples of each digit.",
+        title="Diffusion in your own training loop",
+        summary="The Accelerator, averaged weights, and guided samples of each digit.",
         text="""
-A network learns to remove noise from scikit-learn's 1797 scanned digits, and draws new ones from pure noise in 100
-steps. The loop is written by hand around the [Accelerator](../accelerator.md): four lines differ from plain PyTorch,
-and it runs on several processes as it is. Samples come from an exponential average of the weights, guided by the
-digit that is asked for. A classifier by nearest neighbours, fitted to real digits only, reads 300 of them.
+Train a diffusion model in your own loop with the [Accelerator](../accelerator.md). Four lines differ from plain
+PyTorch, and the script runs on several processes. The network learns to remove noise from scikit-learn's 1797 scanned
+digits, and generates new ones from noise in 100 steps. Samples use an exponential moving average of the weights, with
+guidance by the requested class. A nearest-neighbour classifier trained on real digits classifies 300 of them.
 """,
-        described="Rows of drawn digits, the loss, and the share read as the digit asked for",
+        described="Rows of generated digits, the loss, and the share classified as requested",
         panels=(
             Picture("Drawn digits, a row for each", "samples.png", width=1.2),
             Curves("Loss", {"loss": "error of the estimated noise"}),
             Curves("Read as the digit asked for", {"read_as_asked": "300 drawn digits"}, percent=True),
         ),
         numbers=(
-            ("drawn digits read as the digit asked for", "read_as_asked", ".1%"),
+            ("generated digits classified as requested", "read_as_asked", ".1%"),
             ("loss of the last epoch", "loss", ".3f"),
         ),
         uses=(
             "[`Accelerator.prepare` and `backward`](../accelerator.md#four-lines)",
             "[a prepared schedule](../accelerator.md#schedulers), and `clip_grad_norm_`",
-            "[`register_for_checkpointing`](../accelerator.md#saving-and-resuming): the average is saved too",
-            "[trackers in a raw loop](../trackers.md#in-a-raw-loop), and `drivetrain report` for the page of the run",
+            "[`register_for_checkpointing`](../accelerator.md#saving-and-resuming): also saves the average",
+            "[trackers in your own loop](../trackers.md#in-a-raw-loop), and `drivetrain report` for the report",
         ),
         following=(
             "[A conditional GAN](gan.md): the same digits by two networks",
@@ -259,9 +258,9 @@ digit that is asked for. A classifier by nearest neighbours, fitted to real digi
         title="Contrastive learning without labels",
         summary="SimCLR on scanned digits, measured by a linear classifier with 50 labels.",
         text="""
-SimCLR learns representations of scikit-learn's scanned digits without any label: two random views of one image are to
-be similar, views of different images are not. A linear classifier with five labelled images of each digit then
-measures what the representations hold, beside the same on raw pixels and on an untrained network.
+Learn representations of images without labels. SimCLR makes the representations of two random views of an image
+similar, and those of different images dissimilar. A linear classifier trained on five labelled images per digit then
+measures their quality. The baselines are the same classifier on raw pixels and on an untrained network.
 """,
         described="The contrastive loss, test images in a plane, and accuracies with 50 labels",
         panels=(
@@ -292,12 +291,12 @@ measures what the representations hold, beside the same on raw pixels and on an 
     Example(
         name="tabular",
         title="Tabular data with a data module",
-        summary="Breast tumours by 30 measurements: scaling, metrics, importance of columns.",
+        summary="Classify breast tumours by 30 measurements: scaling, metrics, feature importance.",
         text="""
-A residual network classifies scikit-learn's 569 breast tumours by 30 measurements. A `DataModule` splits the table,
-scales its columns by the training part, and makes the loaders. On tables of this size a simple model is hard to beat:
-a logistic regression on the same columns is the reference. The importance of a column is what test accuracy loses
-when its values are permuted.
+Classify rows of a table: scikit-learn's 569 breast tumours with 30 measurements each, with a residual network. A
+`DataModule` splits the table, scales its columns by the training set, and creates the loaders. On small tables,
+simple models are hard to beat, so a logistic regression on the same columns is the baseline. The importance of a
+column is the test accuracy lost when its values are permuted.
 """,
         described="Losses, AUROC and accuracy of validation, and the importance of eight columns",
         panels=(
@@ -308,7 +307,7 @@ when its values are permuted.
         numbers=(
             ("test accuracy", "test_accuracy", ".1%"),
             ("test AUROC", "test_auroc", ".4f"),
-            ("malignant tumours found (recall)", "test_recall", ".1%"),
+            ("recall of malignant tumours", "test_recall", ".1%"),
             ("test accuracy of a logistic regression", "logistic_regression", ".1%"),
         ),
         uses=(
@@ -317,10 +316,10 @@ when its values are permuted.
             SAVING,
             STOPPING,
             "[`ReduceLROnPlateau`](../trainer.md#optimizers-and-schedulers) with its `monitor`",
-            "[`load_from_checkpoint`](../trainer.md#what-a-task-defines): the best model, outside the Trainer",
+            "[`load_from_checkpoint`](../trainer.md#what-a-task-defines): use the best model without Trainer",
         ),
         following=(
-            "[Cross-validation](kfold.md): where a single split is too small",
+            "[Cross-validation](kfold.md): if a single split is too small",
             "[Tuning](../tuning.md): learning rate and batch size",
         ),
         learned=("test_accuracy", "above", 0.75),
@@ -330,15 +329,15 @@ when its values are permuted.
     Example(
         name="forecasting",
         title="Forecasting with quantiles",
-        summary="A recorded nerve cell, 16 milliseconds ahead, with an interval and its coverage.",
+        summary="Forecast a nerve cell's potential for 16 milliseconds, with prediction intervals.",
         text="""
-The series is `membrane.dat`, which comes with matplotlib: the potential of a nerve cell's membrane, one sample every
-half millisecond, of which the 9,900 are used during which the cell was stimulated. From 64 milliseconds a network of
-dilated convolutions forecasts the next 16: for each sample the 10 %, 50 % and 90 % quantiles, by the pinball loss.
-The first 70 % of the series are to train on, the last 15 % to test. The references are the last value, repeated, and
-a linear regression from all 128 samples. An interval of 10 % to 90 % should cover 80 % of what comes; the cell fires
-regularly at first and irregularly later, so an interval learned on the first part need not hold in the last, and the
-coverage shows by how much.
+Forecast a time series with prediction intervals. The series is `membrane.dat` from matplotlib: the membrane potential
+of a nerve cell, sampled every half millisecond. Only the 9,900 samples during stimulation are used. From 64
+milliseconds, a network of dilated convolutions forecasts the next 16. It predicts the 10 %, 50 % and 90 % quantiles
+of each sample, with the pinball loss. The first 70 % of the series are for training, the last 15 % for testing. The
+baselines repeat the last value, or use a linear regression on all 128 samples. The interval from 10 % to 90 % should
+cover 80 % of the values. The cell fires regularly at first and irregularly later, so the interval need not hold at
+the end. The coverage shows by how much it deviates.
 """,
         described="Two test windows with their forecast, and the curves of the pinball loss",
         panels=(
@@ -347,10 +346,10 @@ coverage shows by how much.
             Curves("Pinball loss", {"train_loss": "training", "val_loss": "validation"}),
         ),
         numbers=(
-            ("test, mean absolute error of the median, in deviations", "test_error", ".3f"),
+            ("test, mean absolute error of the median, in standard deviations", "test_error", ".3f"),
             ("of the last value", "error_of_last_value", ".3f"),
             ("of a linear regression", "error_of_linear_regression", ".3f"),
-            ("test, share within the interval of 80 %", "test_covered", ".1%"),
+            ("test, share within the 80 % interval", "test_covered", ".1%"),
         ),
         uses=(METRICS, SAVING, STOPPING, RATES, PREDICTING),
         following=(
@@ -364,12 +363,12 @@ coverage shows by how much.
     Example(
         name="reinforcement",
         title="Reinforcement learning with PPO",
-        summary="A policy balances a pole on a cart; rollouts are an iterable dataset.",
+        summary="A policy balances a pole on a cart. Rollouts are an iterable dataset.",
         text="""
-A policy learns to balance a pole on a cart by pushing left or right. The cart is simulated in the script: **these
-data are made, none are real**. An iterable dataset lets the policy act in 16 environments at once and yields what
-they went through; each epoch is one such rollout, and four passes of proximal policy optimization over it. An episode
-ends when the pole falls, or after 500 steps.
+Train a policy with proximal policy optimization (PPO) to balance a pole on a cart by pushing left or right. The
+script simulates the cart, so **these data are synthetic**. An iterable dataset runs the policy in 16 environments at
+once and yields the transitions. An epoch is one such rollout, with four passes of PPO over it. An episode ends when
+the pole falls, or after 500 steps.
 """,
         described="The mean length of the latest episodes, and the losses of policy and value",
         panels=(
@@ -379,18 +378,18 @@ ends when the pole falls, or after 500 steps.
         numbers=(
             ("mean length of 100 episodes after training", "episode_length", ".0f"),
             ("before training", "untrained_episode_length", ".0f"),
-            ("episodes seen", "episodes", ".0f"),
+            ("training episodes", "episodes", ".0f"),
         ),
         uses=(
-            "[an iterable dataset](../data.md) that reads the task as it is trained",
-            "[logging by step and by epoch](../trainer.md#logging) at once",
+            "[an iterable dataset](../data.md) that uses the task during training",
+            "[logging by step and by epoch](../trainer.md#logging)",
             "[`gradient_clip_val`](../trainer.md)",
             "[`EarlyStopping`](../callbacks.md#earlystopping) with a `stopping_threshold`",
             SAVING,
         ),
         following=(
-            "[Optimization by hand](../trainer.md#by-hand): for algorithms with several updates in a step",
-            "[Your own callback](../extending.md): to record episodes as they end",
+            "[Manual optimization](../trainer.md#by-hand): for algorithms with several updates in a step",
+            "[Your own callback](../extending.md): to record finished episodes",
         ),
         learned=("episode_length", "above", 40.0),
         falls="",
@@ -399,12 +398,12 @@ ends when the pole falls, or after 500 steps.
     Example(
         name="kfold",
         title="k-fold cross-validation",
-        summary="Five models, each tested on wines that it has not seen, and how much accuracies differ.",
+        summary="Five models, each tested on wines that it has not seen, and the spread of their accuracies.",
         text="""
-Five networks classify scikit-learn's 178 wines of three cultivars by 13 measurements: each is trained on four fifths
-of the wines and predicts the rest, so that every wine is predicted once, by a model that has not seen it. Each fold
-has a Trainer, a seed and a folder of its own. Since early stopping watches the held-out fold, the figures are a
-little better than on further data.
+Estimate accuracy by cross-validation. Five networks classify scikit-learn's 178 wines of three cultivars by 13
+measurements. Each is trained on four fifths of the wines and predicts the rest, so every wine is predicted once, by a
+model that has not seen it. Each fold has its own Trainer, seed and folder. Early stopping uses the held-out fold, so
+the results are slightly optimistic.
 """,
         described="Validation losses of the five folds, and their accuracies",
         panels=(
@@ -418,17 +417,17 @@ little better than on further data.
         numbers=(
             ("accuracy over all wines, each predicted once", "accuracy", ".1%"),
             ("mean of the folds", "mean_of_folds", ".1%"),
-            ("deviation of the folds", "deviation_of_folds", ".1%"),
+            ("standard deviation of the folds", "deviation_of_folds", ".1%"),
         ),
         uses=(
-            "a `Trainer` for each fold, with a seed and a `version` of its logger each",
+            "a `Trainer` for each fold, with its own seed and logger `version`",
             SAVING,
             STOPPING,
             PREDICTING,
             "[`drivetrain report`](../run-report.md#pages-made-later-and-comparisons) compares the folds on one page",
         ),
         following=(
-            "`examples/by_feature/cross_validation.py`: folds in a raw loop, on several processes",
+            "`examples/by_feature/cross_validation.py`: folds in your own loop, on several processes",
             "[Tabular data](tabular.md): a data module, and one split",
         ),
         learned=("accuracy", "above", 0.6),
@@ -440,11 +439,12 @@ little better than on further data.
     Example(
         name="distillation",
         title="Knowledge distillation",
-        summary="A small network learns from a larger one what 100 labels alone do not teach it.",
+        summary="A small network learns more from a larger one than from 100 labels.",
         text="""
-A convolutional teacher of 31,000 parameters is trained on 100 labelled digits of scikit-learn, shifted at random. A
-student of 1,510 parameters is trained twice from the same first weights: on these labels alone, and on the softened
-outputs of the teacher for all 1257 training images, without a label. The three are separate runs with a folder each.
+Train a small network with the outputs of a larger one. A convolutional teacher of 31,000 parameters is trained on 100
+labelled digits of scikit-learn, with random shifts. A student of 1,510 parameters is trained twice from the same
+initial weights: on these labels only, and on the teacher's softened outputs for all 1257 training images, without
+labels. The three runs have separate folders.
 """,
         described="Validation accuracies of teacher and students, and their test accuracies",
         panels=(
@@ -469,15 +469,15 @@ outputs of the teacher for all 1257 training images, without a label. The three 
             ("of the student, on labels alone", "student_alone", ".1%"),
         ),
         uses=(
-            "a frozen network that is not part of the task: it is neither trained nor saved",
+            "a frozen network outside the task, which is neither trained nor saved",
             "[`val_check_interval` over epochs](../trainer.md) with `check_val_every_n_epoch=None`",
             METRICS,
             SAVING,
             RATES,
         ),
         following=(
-            "[Contrastive learning](contrastive.md): the same images without any label",
-            "[Plain weights](../checkpoints.md#plain-weights): the student for use elsewhere",
+            "[Contrastive learning](contrastive.md): the same images without labels",
+            "[Plain weights](../checkpoints.md#plain-weights): export the student",
         ),
         learned=("teacher", "above", 0.5),
         falls="teacher:train_loss",
