@@ -943,7 +943,7 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Collect the plugins from an Accelerator's arguments. Raises a `ConfigurationError` if two conflict.
+        """Collect the plugins from an Accelerator's arguments. Raise a `ConfigurationError` if two conflict.
 
         `deepspeed` may be a dict of several plugins by name. The first one is then active.
         """

@@ -121,7 +121,7 @@ class Collectives:
         return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise, for example by a sum. Returns the result on every process.
+        """Combine tensors of all processes elementwise, for example by a sum. Return the result on every process.
 
         Args:
             tensor: A tensor, or a nested structure of tensors.
@@ -426,7 +426,7 @@ class EngineStatus:
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device on which the run trains, such as CUDA or the CPU."""
+        """The device type on which the run trains, such as CUDA or the CPU."""
         return self.strategy.topology.kind
 
     @property
@@ -851,7 +851,7 @@ class ModelHandling:
         return profiling(profile_handler, self.profile_handler, self.state)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run the backward pass and the update of the weights in one go, as LOMO optimizers do to save memory.
+        """Run the backward pass and update the weights during it, as LOMO optimizers do to save memory.
 
         Args:
             loss: The mean loss, a scalar tensor.
@@ -909,7 +909,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         deepspeed_plugin: Options of `strategy="deepspeed"`, as a plugin or as the keys of a `deepspeed_config`.
         parallelism_config: The sizes of the device mesh, also as a dict. `strategy=Parallel(...)` has more options.
         megatron_lm_plugin: Options of `strategy="megatron"`, as a plugin or as the keys of a `megatron_lm_config`.
-        device: The kind of device, such as `"cuda"`, or this process's device, such as `"cuda:1"`. None detects it.
+        device: The device type, such as `"cuda"`, or this process's device, such as `"cuda:1"`. None detects it.
         fused_optimizer: Deprecated, without effect. Pass `fused=True` to the optimizer instead.
         log_with: The trackers that `init_trackers` starts: a name, a tracker, a list of them, or `"all"`.
 

@@ -445,7 +445,7 @@ def make_state(
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project configuration with the given output directory. Raises if it already has another one."""
+    """Return the project configuration with the given output directory. Raise an error if it has another one."""
     given = None if directory is None else os.fspath(directory)
     if configuration is None:
         return ProjectConfiguration(project_dir=given)
@@ -760,7 +760,7 @@ class Preparation:
                 loader.tail = tail
 
     def release(self, objects: Sequence[Any]) -> list[None]:
-        """Release all prepared objects and free cached device memory. Returns None for each of `objects`."""
+        """Release all prepared objects and free cached device memory. Return None for each of `objects`."""
         for loader in self._prepared.loaders:
             self._active.leave(loader)
         self._prepared.clear()

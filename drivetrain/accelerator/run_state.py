@@ -285,7 +285,7 @@ class NumberedCheckpoints:
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the folder for the next numbered checkpoint. Raises an error if the folder exists already."""
+        """Return the folder for the next numbered checkpoint. Raise an error if the folder exists already."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -498,7 +498,7 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Call the user's hooks, then save a checkpoint. Returns the checkpoint's folder."""
+        """Call the user's hooks, then save a checkpoint. Return the checkpoint's folder."""
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         if observer.current is not None:

@@ -334,7 +334,7 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Call the hooks that may veto an optimizer step. Returns True if any of them returns False."""
+        """Call the hooks that may veto an optimizer step. Return True if any of them returns False."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
@@ -348,7 +348,7 @@ class OptimizerStep:
             self._hooks.clip(optimizer)
 
     def step_all(self) -> bool:
-        """Step all optimizers. Returns False if a step was skipped, because of an overflow or a hook."""
+        """Step all optimizers. Return False if a step was skipped, because of an overflow or a hook."""
         if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
@@ -427,7 +427,7 @@ class OptimizerStep:
     # parts that a custom loop may call directly
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Start the next micro-batch. Returns a context that skips gradient reduction until the last one.
+        """Start the next micro-batch. Return a context that skips gradient reduction until the last one.
 
         Gradients are reduced only for the last micro-batch of an optimizer step, or always with `sync_each_batch`.
         """
@@ -478,7 +478,7 @@ class OptimizerStep:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients to a total norm of at most `max_norm`. Returns the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`. Return the norm before clipping.
 
         While gradients still accumulate, nothing is clipped, and the norm of this process's gradients so far is
         returned.
@@ -499,7 +499,7 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Reduce and unscale gradients for clipping. Returns the parameters, or None while accumulating."""
+        """Reduce and unscale gradients for clipping. Return the parameters, or None while accumulating."""
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()

@@ -89,7 +89,7 @@ class RunTracking:
 
 
 def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
-    """Return `log_with` unchanged. Raises an error if a tracker is unknown or its package is not installed."""
+    """Return `log_with` unchanged. Raise an error if a tracker is unknown or its package is not installed."""
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     )

@@ -93,7 +93,7 @@ class BestK:
         return gone
 
     def add(self, path: str, score: float | None, tie: float | None = None) -> list[str]:
-        """Add a checkpoint to the top k. Returns the paths of the checkpoints that no longer belong to it."""
+        """Add a checkpoint to the top k. Return the paths of the checkpoints that no longer belong to it."""
         # A checkpoint that is saved again under its name displaces no other.
         gone = [] if path in self.scores else self.displaced()
         # The path itself is removed too, so that it moves to the end of the order of saving.
@@ -178,7 +178,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Create this object from a `ModelCheckpoint` state dict. Raises `CheckpointError` if it is invalid."""
+        """Create this object from a `ModelCheckpoint` state dict. Raise `CheckpointError` if it is invalid."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -220,7 +220,7 @@ class SavedAccount:
 
 
 def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
-    """Return the number stored under `key` in a state dict. Raises `CheckpointError` if its type is wrong."""
+    """Return the number stored under `key` in a state dict. Raise `CheckpointError` if its type is wrong."""
     value = state.get(key)
     if value is None and optional:
         return None
@@ -529,7 +529,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide on the main process whether to save now. Returns paths and score, without paths for no save."""
+    """Decide on the main process whether to save now. Return paths and score, without paths for no save."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     if decision.score is not None:
@@ -639,7 +639,7 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Save a checkpoint to `path` and wait until it is on disk. Returns False if an error was only logged."""
+        """Save a checkpoint to `path` and wait until it is on disk. Return False if an error was only logged."""
         # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
@@ -713,7 +713,7 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Follow up a finished save: create `last`, and delete old checkpoints. Returns the deleted paths."""
+        """Follow up a finished save: create `last`, and delete old checkpoints. Return the deleted paths."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)

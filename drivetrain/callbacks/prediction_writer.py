@@ -245,7 +245,7 @@ class BasePredictionWriter(Callback):
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
         """Return the positions of the current batch's samples in the dataset, or None if they are unknown.
 
-        Returns None if the positions are unknown.
+        Return None if the positions are unknown.
 
         Args:
             trainer: The running Trainer.
@@ -374,7 +374,7 @@ class PredictionWriter(BasePredictionWriter):
 
     @staticmethod
     def read(output_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read all prediction files of a folder. Returns a dict from column names to columns, sorted by sample index.
+        """Read all prediction files of a folder. Return a dict from column names to columns, sorted by sample index.
 
         A column is a tensor, or a list if `predict_step` returned a list. Lists inside it are read as tuples.
 

@@ -729,7 +729,7 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """Validate `swa_epoch_start`. Returns an epoch number, a fraction of `max_epochs`, or a `Duration`."""
+    """Validate `swa_epoch_start`. Return an epoch number, a fraction of `max_epochs`, or a `Duration`."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):

@@ -79,7 +79,7 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint. Returns the state that all processes share, and the state of process `rank` or None.
+        """Read a checkpoint. Return the state that all processes share, and the state of process `rank` or None.
 
         See `read_foreign`.
         """

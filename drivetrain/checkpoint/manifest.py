@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Create a `Manifest` from the content of its file. Raises an error that mentions `where` if it is damaged."""
+        """Create a `Manifest` from the content of its file. Raise an error that mentions `where` if it is damaged."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:

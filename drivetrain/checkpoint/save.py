@@ -162,7 +162,7 @@ class Save:
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files into the temporary directory. Returns their hashes and the tensors' places."""
+        """Write this process's files into the temporary directory. Return their hashes and the tensors' places."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -581,7 +581,7 @@ class Peers:
     def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
         """Run `work` on every process, then `decide` on rank 0 with all results, and return this process's decision.
 
-        Returns this process's item of the list that `decide` returned. If a call failed, all processes get the first
+        Return this process's item of the list that `decide` returned. If a call failed, all processes get the first
         `Failure`.
         """
         if self._group is None:
@@ -623,7 +623,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective of `torch.distributed`. Raises `CheckpointError` if another process has died."""
+    """Call a collective of `torch.distributed`. Raise `CheckpointError` if another process has died."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:

@@ -63,7 +63,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from its JSON form and its tensors. Raises an error if the JSON is damaged."""
+    """Rebuild a nested structure from its JSON form and its tensors. Raise an error if the JSON is damaged."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -351,7 +351,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as JSON for a checkpoint file. Raises an error if it has NaN or infinite numbers."""
+    """Encode a value as JSON for a checkpoint file. Raise an error if it has NaN or infinite numbers."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 

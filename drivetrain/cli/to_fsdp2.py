@@ -65,7 +65,7 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a configuration dict from FSDP 1 to FSDP 2. Returns it, and a list of the changes for the user.
+    """Convert a configuration dict from FSDP 1 to FSDP 2. Return it, and a list of the changes for the user.
 
     Args:
         config: The contents of a configuration file, with an `fsdp_config` of version 1.
@@ -127,7 +127,7 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Translate HYBRID_SHARD of FSDP 1 to mesh sizes for FSDP 2. Returns them, and a text for the user.
+    """Translate HYBRID_SHARD of FSDP 1 to mesh sizes for FSDP 2. Return them, and a text for the user.
 
     Parameters are sharded within a machine and replicated between machines.
     """

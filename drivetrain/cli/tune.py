@@ -88,7 +88,7 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
-    """Run the user's script with one change. Returns `seconds` per training step, or a `problem`.
+    """Run the user's script with one change. Return `seconds` per training step, or a `problem`.
 
     Args:
         command: The command line before and after the path of the trial's JSON file.

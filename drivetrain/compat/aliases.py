@@ -103,7 +103,7 @@ class AliasFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find `package.some.module` as `target.some.module`. Returns None for other packages."""
+        """Find `package.some.module` as `target.some.module`. Return None for other packages."""
         if fullname != self.package and not fullname.startswith(f"{self.package}."):
             return None
         own = self.target + fullname[len(self.package) :]

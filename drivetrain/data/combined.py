@@ -342,7 +342,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Begin to iterate one of the loaders. Returns its iterator, which stops at the limit of the iteration.
+        """Begin to iterate one of the loaders. Return its iterator, which stops at the limit of the iteration.
 
         Args:
             loader: The loader.

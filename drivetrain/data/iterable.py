@@ -258,7 +258,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each worker drops to reach a position. Returns the number of steps left to skip."""
+        """Set how many batches each worker drops to reach a position. Return the number of steps left to skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches

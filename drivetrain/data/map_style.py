@@ -273,7 +273,7 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read an epoch's first batches again, as padding for its last ones. Returns them with their row counts."""
+        """Read an epoch's first batches again, as padding for its last ones. Return them with their row counts."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -300,7 +300,7 @@ class MapReader:
     ) -> tuple[Callable[[], None], Head | None]:
         """Open an epoch without using the global random state, so that the sampler repeats the order of `start`.
 
-        Returns a function to call at the end, and the epoch's first samples if the position is after them.
+        Return a function to call at the end, and the epoch's first samples if the position is after them.
         """
         order, separate = self.order, SeparateDraws(start)
         head: Head | None = None
@@ -399,7 +399,7 @@ def _started(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Raise an error unless all processes agree on the sampler's first batch. Returns the batches unchanged."""
+    """Raise an error unless all processes agree on the sampler's first batch. Return the batches unchanged."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])

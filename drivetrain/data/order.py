@@ -360,7 +360,7 @@ class IndexOrder:
 def _skip_indices(
     sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
 ) -> tuple[Iterator[Any], list[Any]]:
-    """Skip a sampler's first `skipped` indices. Returns the others, and a list of the first `keep` indices."""
+    """Skip a sampler's first `skipped` indices. Return the others, and a list of the first `keep` indices."""
     if type(sampler) is PermutationSampler:
         rest = sampler.iterate_from(skipped)
         following = list(islice(rest, 1))  # reading the first index begins the epoch
@@ -378,7 +378,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip batches before a position. Returns the others, the epoch's first samples and the number skipped."""
+    """Skip batches before a position. Return the others, the epoch's first samples and the number skipped."""
     head = Head([], [])
     skipped = count = 0
 

@@ -66,7 +66,7 @@ class Reader(Protocol):
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Open an epoch at a position. Returns an `Opened` with at most `limit` batches of this process."""
+        """Open an epoch at a position. Return an `Opened` with at most `limit` batches of this process."""
         ...
 
     def restart(self) -> None:
@@ -106,7 +106,7 @@ def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterato
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Start an iterator. Returns its first item in a list (empty if there is none), and an iterator over all items.
+    """Start an iterator. Return its first item in a list (empty if there is none), and an iterator over all items.
 
     The iterator keeps no reference to items that it has yielded.
     """

@@ -372,7 +372,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Announce that this machine has succeeded. Returns True once all machines have done so."""
+        """Announce that this machine has succeeded. Return True once all machines have done so."""
         self._write(f"done/{self._machine}")
         # The machine that serves the store exits only after all machines are done.
         return self._has(self._keys("done")) or self._machines == 1

@@ -49,7 +49,7 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Plan of a launch on this machine: number of processes, kind of device, environment variables."""
+    """Plan of a launch on this machine: number of processes, device type, environment variables."""
 
     local_processes: int  # on this machine
     kind: str
@@ -205,7 +205,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Run a script's processes on this machine according to `plan`. Returns the run's exit code."""
+    """Run a script's processes on this machine according to `plan`. Return the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:

@@ -88,7 +88,7 @@ _SPAWN = "start new interpreters with notebook_launcher(start_method=\"spawn\") 
 
 
 def check_forkable(kind: str) -> None:
-    """Raise a `LaunchError` if no process may be forked that uses a kind of device."""
+    """Raise a `LaunchError` if no process may be forked that uses a device type."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             'This system has no fork. To start new interpreters instead, use notebook_launcher(start_method="spawn") '
@@ -421,7 +421,7 @@ class Processes:
 
         After a failure, the other processes are terminated.
 
-        Raises `InterruptedProcessesError` if they ended after an interrupt and the first one returned a value.
+        Raise `InterruptedProcessesError` if they ended after an interrupt and the first one returned a value.
         """
         try:
             with self._signals_forwarded():
@@ -669,7 +669,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Call a function in several new processes on this machine. Returns the value from the first process.
+    """Call a function in several new processes on this machine. Return the value from the first process.
 
     The processes exit if this process exits.
 

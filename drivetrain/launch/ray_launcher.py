@@ -444,7 +444,7 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait until all ranks have exited. Returns the first failure, or None if all have succeeded."""
+        """Wait until all ranks have exited. Return the first failure, or None if all have succeeded."""
         while self.alive():
             self.poll()
             if signals:

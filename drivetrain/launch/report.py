@@ -111,7 +111,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
 
 def read_record(path: str) -> FailureRecord | None:
-    """Read the file in which a rank has recorded its failure. Returns None if there is no record."""
+    """Read the file in which a rank has recorded its failure. Return None if there is no record."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -166,7 +166,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Tell the user `what` happened and that the same command resumes the run. Returns the exit code."""
+    """Tell the user `what` happened and that the same command resumes the run. Return the exit code."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
@@ -238,7 +238,7 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse a stack trace in the format of Python's `faulthandler`. Returns None if it has no frames."""
+        """Parse a stack trace in the format of Python's `faulthandler`. Return None if it has no frames."""
         frames: list[Frame] = []
         for line in text.splitlines():
             if line.startswith(("Stack ", "Current thread ", "Thread ")):

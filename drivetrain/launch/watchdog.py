@@ -97,7 +97,7 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check the progress of the ranks. Returns a report of each rank if the run hangs, otherwise None."""
+        """Check the progress of the ranks. Return a report of each rank if the run hangs, otherwise None."""
         now = time.monotonic()
         if now < self._next_poll:
             return None

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script named on the command line in this process. Returns the exit code. Entry point of each rank."""
+    """Run the script named on the command line in this process. Return the exit code. Entry point of each rank."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
     # Registered before the script registers its exit handlers, so it runs after all of them.

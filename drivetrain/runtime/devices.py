@@ -26,18 +26,18 @@ DeviceName = Literal["auto", "cpu", "cuda", "gpu", "mps", "xpu", "npu", "mlu", "
 """Names of the built-in device kinds, which editors complete. `"auto"` detects one."""
 
 ENTRY_POINTS = "drivetrain.devices"
-"""Group of entry points by which other packages add kinds of devices."""
+"""Group of entry points by which other packages add device types."""
 
 
 class DeviceKind:
-    """Kind of device, such as `cuda`, with its process-group backend and its vendor-specific operations.
+    """Device type, such as `cuda`, with its process-group backend and its vendor-specific operations.
 
     Args:
         name: torch's device type, which users also write, such as `"cuda"`.
-        backend: Process-group backend for collectives over tensors on this kind of device.
+        backend: Process-group backend for collectives over tensors on this device type.
         aliases: Other names that users may write.
-        package: Package that adds the device type to torch, such as `"torch_npu"`. It is imported when the kind is
-            asked for.
+        package: Package that adds the device type to torch, such as `"torch_npu"`. It is imported when the type is
+            requested.
         visible_variable: Environment variable that selects visible devices, such as `"CUDA_VISIBLE_DEVICES"`.
         autocast_dtype: dtype of mixed precision on these devices: `torch.float16` if they do not have bfloat16.
         forks: False if counting the devices already starts their driver, so that no process may be forked.
@@ -80,7 +80,7 @@ class DeviceKind:
     def load(self) -> None:
         """Import the package that adds this device type to torch, if it is installed and not imported yet.
 
-        Raises DeviceNotAvailableError if the installed package cannot be imported, for example without its driver.
+        Raise DeviceNotAvailableError if the installed package cannot be imported, for example without its driver.
         """
         package = self.package
         if not package or self.module is not None or importlib.util.find_spec(package.partition(".")[0]) is None:
@@ -109,12 +109,12 @@ class DeviceKind:
 
     @property
     def supports_streams(self) -> bool:
-        """True if this kind of device has streams, on which copies can overlap with computation."""
+        """True if this device type has streams, on which copies can overlap with computation."""
         return hasattr(self.module, "Stream") and hasattr(self.module, "current_stream")
 
     @property
     def pins_memory(self) -> bool:
-        """True if copies from pinned host memory to this kind of device can run asynchronously."""
+        """True if copies from pinned host memory to this device type can run asynchronously."""
         return self.supports_streams
 
     def is_available(self) -> bool:
@@ -172,7 +172,7 @@ class DeviceKind:
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
         """Return this process's memory on a device in bytes: allocated, peak allocated and reserved.
 
-        Returns None if torch does not count memory for this kind of device.
+        Return None if torch does not count memory for this device type.
 
         Args:
             device: The device.
@@ -184,7 +184,7 @@ class DeviceKind:
         return int(module.memory_allocated(device)), int(most), int(held)
 
     def reset_peak_memory(self, device: torch.device) -> None:
-        """Reset the peak memory statistics of a device, if torch counts them for this kind of device.
+        """Reset the peak memory statistics of a device, if torch counts them for this device type.
 
         Args:
             device: The device.
@@ -212,7 +212,7 @@ class DeviceKind:
     def utilization(self, device: torch.device) -> float | None:
         """Return the fraction of recent time in which a device was in use, by any process.
 
-        Returns None if torch cannot query it, for CUDA without the package `nvidia-ml-py`.
+        Return None if torch cannot query it, for CUDA without the package `nvidia-ml-py`.
 
         Args:
             device: The device.
@@ -233,7 +233,7 @@ class DeviceKind:
         return self.name if name is None else str(name(device))
 
     def make_stream(self, device: torch.device | None = None) -> Any | None:
-        """Create a stream on a device, or return None if this kind of device has no streams.
+        """Create a stream on a device, or return None if this device type has no streams.
 
         Args:
             device: Device of the stream; the current one if None.
@@ -243,7 +243,7 @@ class DeviceKind:
         return self.module.Stream() if device is None else self.module.Stream(device=device)
 
     def current_stream(self, device: torch.device | None = None) -> Any | None:
-        """Return the current stream of a device, or None if this kind of device has no streams.
+        """Return the current stream of a device, or None if this device type has no streams.
 
         Args:
             device: The device; the current one if None.
@@ -276,7 +276,7 @@ class DeviceKind:
     def get_rng_state(self) -> torch.Tensor | None:
         """Return the random state of the current device as a byte tensor.
 
-        Returns None if it has no generator, or if this process has not started the device.
+        Return None if it has no generator, or if this process has not started the device.
         """
         started = getattr(self.module, "is_initialized", None)
         if started is not None and not started():
@@ -540,7 +540,7 @@ ADDED.clear()
 def get_device_kind(name: str) -> DeviceKind:
     """Look up a device kind by name, such as `"cuda"`. Raise an error if this machine has no such device.
 
-    Raises ConfigurationError for an unknown name and DeviceNotAvailableError if there is no such device.
+    Raise ConfigurationError for an unknown name and DeviceNotAvailableError if there is no such device.
     """
     base = name.split(":", 1)[0].lower()
     if base not in _KINDS:
@@ -575,7 +575,7 @@ def get_device(name: str) -> tuple[DeviceKind, int | None]:
 
 
 def available_device_kinds() -> list[DeviceKind]:
-    """Return the kinds of devices that this machine has. The CPU comes last."""
+    """Return the device types that this machine has. The CPU comes last."""
     kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind.is_available()]
     return sorted(kinds, key=lambda kind: kind.name == "cpu")
 
@@ -583,7 +583,7 @@ def available_device_kinds() -> list[DeviceKind]:
 def detect_device_kind() -> DeviceKind:
     """Return the default device kind: XLA if configured, otherwise torch's accelerator, otherwise the CPU.
 
-    Packages that add a kind of device to torch are imported if they are installed.
+    Packages that add a device type to torch are imported if they are installed.
     """
     # XLA comes first: torch.accelerator does not know it. A replaced kind is not detected.
     if _KINDS.get(_XLA.name) is _XLA and _XLA.is_available():
@@ -616,7 +616,7 @@ def _load_packages() -> None:
 
 @functools.cache
 def _register_entry_points() -> None:
-    """Register the kinds of devices that installed packages add by entry points."""
+    """Register the device types that installed packages add by entry points."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             found = entry.load()

@@ -548,7 +548,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Compare two random states. Returns three bools: equal for Python, for NumPy and for torch."""
+    """Compare two random states. Return three bools: equal for Python, for NumPy and for torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 

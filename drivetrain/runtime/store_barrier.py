@@ -98,7 +98,7 @@ class SharedAttempt:
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for all processes. Returns True if none ran out of memory. `here` is this process's own result."""
+        """Wait for all processes. Return True if none ran out of memory. `here` is this process's own result."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

@@ -130,7 +130,7 @@ class Topology:
 
     Attributes:
         environment: Rank, local rank and world size of this process.
-        kind: The kind of device.
+        kind: The device type.
         device: The device of this process.
         data_shard: The part of the dataset that this process loads.
         data_ranks: Ranks whose batches count, in data order, or None if all do.
@@ -997,7 +997,7 @@ class StartsProcesses:
         within: Factory of the strategy that the started processes use.
         start_method: `"spawn"` or `"fork"`.
         num_processes: Number of processes to start, 0 until a Trainer sets it.
-        kind: Name of the kind of device that the processes use.
+        kind: Name of the device type that the processes use.
         first_call: A function and its arguments, called in each process before the task is unpickled, or None.
     """
 
@@ -1039,7 +1039,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
     """Return a context in which processes may run out of batches at different times. None if unsupported.
 
-    Raises a `ConfigurationError` if every forward pass of the strategy is collective.
+    Raise a `ConfigurationError` if every forward pass of the strategy is collective.
     """
     if isinstance(strategy, JoinsUnevenInputs):
         return strategy.join(models)
@@ -1054,7 +1054,7 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
     """Return a loss of zero for a skipped batch. Its backward pass joins the reduction of gradients.
 
-    Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
+    Raise a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """
     if strategy.needs_even_batches:
         raise ConfigurationError(

@@ -189,7 +189,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
         spec: A registered name, a `Strategy`, or `"auto"`, which selects `"ddp"` for several processes and `"single"`
             for one.
         environment: Rank and world size of this process.
-        kind: The kind of device. If it has strategies of its own, `"auto"` selects the first of them.
+        kind: The device type. If it has strategies of its own, `"auto"` selects the first of them.
 
     Raises:
         ConfigurationError: No strategy has this name.

@@ -247,7 +247,7 @@ class _Table:
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
-    """Rewrite a CSV file atomically with the given columns and at most `limit` rows. Returns the number of rows."""
+    """Rewrite a CSV file atomically with the given columns and at most `limit` rows. Return the number of rows."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
     try:
@@ -265,7 +265,7 @@ def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
 
 
 def _cut_table(path: Path, columns: list[str], limit: int) -> int:
-    """Cut a CSV file to the rows and columns from which a resumed run continues. Returns the number of rows."""
+    """Cut a CSV file to the rows and columns from which a resumed run continues. Return the number of rows."""
     if not columns:
         path.unlink(missing_ok=True)
         return 0

@@ -67,7 +67,7 @@ class RunDirectory:
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def resume(self, version: Any) -> bool:
-        """Switch to the directory of an earlier run. Returns False if it is gone or another `version` was given."""
+        """Switch to the directory of an earlier run. Return False if it is gone or another `version` was given."""
         if self.is_given:
             return bool(self._version == version)
         is_number = type(version) is int and version >= 0
@@ -219,7 +219,7 @@ class DirectoryTracker(Tracker):
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
-        """Return an entry of a checkpoint's tracker state. Raises `CheckpointError` if its type is not `kind`."""
+        """Return an entry of a checkpoint's tracker state. Raise `CheckpointError` if its type is not `kind`."""
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(

@@ -63,7 +63,7 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Queue a call that logs some values. Returns False if the queue is full, unless `always` is True."""
+        """Queue a call that logs some values. Return False if the queue is full, unless `always` is True."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False
@@ -78,12 +78,12 @@ class CallQueue:
         return True
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all queued calls have been executed. Returns False if that takes longer than `timeout` seconds."""
+        """Wait until all queued calls have been executed. Return False if that takes longer than `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Discard all queued calls, and let the background thread end. Returns how many values are lost."""
+        """Discard all queued calls, and let the background thread end. Return how many values are lost."""
         with self._changed:
             # A call that hangs keeps the old queue and its thread. New calls get a new queue, so they are not
             # blocked.
@@ -599,7 +599,7 @@ class TrackerGroup:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the tracker runs saved in a checkpoint. Raises `CheckpointError` if a tracker rejects its state."""
+        """Continue the tracker runs saved in a checkpoint. Raise `CheckpointError` if a tracker rejects its state."""
         if self.is_main:
             # States are matched by position. A resumed run may have more or fewer trackers.
             given = [state for state in states if _RECORDED not in state]
@@ -614,7 +614,7 @@ class TrackerGroup:
     def get(self, name: str) -> Tracker:
         """Return the run's tracker with this name. On processes that do not log, its methods do nothing.
 
-        Raises `ConfigurationError` if the run has no tracker with this name.
+        Raise `ConfigurationError` if the run has no tracker with this name.
         """
         wanted = ALIASES.get(name, name)
         for tracker in self.trackers:

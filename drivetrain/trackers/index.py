@@ -17,7 +17,7 @@ from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold an exclusive lock on a file. Raises `TimeoutError` if the lock is not free within `seconds`."""
+    """Hold an exclusive lock on a file. Raise `TimeoutError` if the lock is not free within `seconds`."""
     import filelock
 
     lock = filelock.FileLock(path)

@@ -111,7 +111,7 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the package's run and store it in `_run`. Returns the run's path or URL for the index, or None."""
+        """Open the package's run and store it in `_run`. Return the run's path or URL for the index, or None."""
         raise NotImplementedError
 
     def start(self) -> None:

@@ -274,7 +274,7 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
     """Move each duration to the option for its unit: `max_duration="500 steps"` becomes `max_steps=500`.
 
-    Returns a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
+    Return a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
     """
     chosen = dict(given)
     if "max_time" in chosen:

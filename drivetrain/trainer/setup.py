@@ -217,7 +217,7 @@ def _left_to_verbs(
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the kind of device, such as CUDA, and the number of processes that `Trainer(devices=...)` asks for."""
+    """Return the device type, such as CUDA, and the number of processes that `Trainer(devices=...)` asks for."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started

@@ -460,7 +460,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     """Trains, validates and tests a `Task` on one or many devices, and predicts with it.
 
     Args:
-        accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device, or an existing `Accelerator`.
+        accelerator: `"auto"`, `"cpu"`, `"gpu"` or another device type, or an existing `Accelerator`.
         strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`. With `"ddp_spawn"` and
             `"ddp_fork"`, each call of `fit` or a similar method starts its own processes and returns their result.
         devices: The number of processes on this machine, `"auto"`, or device indices (`[0, 1]`, `"0,1"`). If the script

@@ -479,7 +479,7 @@ _EXPLAIN: dict[str, Callable[[Comparison, Difference], Finding]] = {
 
 
 def _logged(compared: Comparison) -> Finding | None:
-    """Compare logged values, which follow from equal weights. Returns None if they agree."""
+    """Compare logged values, which follow from equal weights. Return None if they agree."""
     subject, reference, rounding = (
         {(each["step"], name): value for each in run.first["logged"] for name, value in each["values"].items()}
         for run in (compared.subject, compared.reference, compared.rounding)

@@ -109,7 +109,7 @@ class Lane:
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
     """Read the lanes of a run's folder, which are the performance samples of each rank, such as speed over time.
 
-    Returns a dict from rank to a description of its machine and its samples in order of time.
+    Return a dict from rank to a description of its machine and its samples in order of time.
     """
     found: dict[int, tuple[str, list[Sample]]] = {}
     for path in Path(folder, FOLDER).glob("rank_*.csv"):

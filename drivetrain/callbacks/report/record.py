@@ -59,7 +59,7 @@ def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> N
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of `run.json` in a run's folder. A run whose process has died gets the state `"failed"`.
 
-    Returns an empty dict if there is no record. A damaged record returns the state `"unreadable"` and the reason.
+    Return an empty dict if there is no record. For a damaged record, return the state `"unreadable"` and the reason.
     """
     path = Path(folder, NAME)
     try:
@@ -274,7 +274,7 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Sort every curve by step. If a step occurs twice, the later value stays. Returns this object."""
+        """Sort every curve by step. If a step occurs twice, the later value stays. Return this object."""
         for curve in self.curves.values():
             if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
@@ -508,7 +508,7 @@ class Resumption:
 def resumption_of(place: Path) -> Resumption:
     """Return the command that resumes a stopped run from its newest checkpoint.
 
-    Raises `ConfigurationError` if it cannot be resumed.
+    Raise `ConfigurationError` if it cannot be resumed.
     """
     record = read_record(place)
     if not record:

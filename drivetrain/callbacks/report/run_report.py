@@ -503,7 +503,7 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Record performance and write the report page, if due. Returns the seconds until the next call is needed."""
+        """Record performance and write the report page, if due. Return the seconds until the next call is needed."""
         sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
             return _NOTHING_TO_DO

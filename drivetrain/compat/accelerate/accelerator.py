@@ -161,7 +161,7 @@ class Accelerator(ReadMembers):
     _prepare_fsdp2 = _prepare_megatron_lm = _prepare_deepspeed
 
     def _mirrored(self, prepared: Any, device_placement: bool | None = None) -> Any:
-        """Change a prepared object's class to the one with Accelerate's members. Returns the same object."""
+        """Change a prepared object's class to the one with Accelerate's members. Return the same object."""
         kind = _KINDS.get(type(prepared))
         if kind is not None:
             prepared.__class__ = kind

@@ -393,7 +393,7 @@ def prepare_data_loader(
 
 
 def shown_as_prepared(loader: PreparedLoader, dispatch: bool | None) -> DataLoaderShard:
-    """Change a loader's class to `DataLoaderDispatcher` or `DataLoaderShard`. Returns the same object."""
+    """Change a loader's class to `DataLoaderDispatcher` or `DataLoaderShard`. Return the same object."""
     streams = isinstance(getattr(loader.loader, "dataset", None), IterableDataset)
     loader.__class__ = DataLoaderDispatcher if (streams if dispatch is None else dispatch) else DataLoaderShard
     return loader  # type: ignore[return-value]

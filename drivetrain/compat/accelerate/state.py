@@ -26,7 +26,7 @@ def latest_accelerator() -> Accelerator | None:
 
 
 def latest_or_refused(name: str) -> Accelerator:
-    """Return the Accelerator that was created last. Raises `ConfigurationError` if there is none."""
+    """Return the Accelerator that was created last. Raise `ConfigurationError` if there is none."""
     found = latest_accelerator()
     if found is None:
         raise ConfigurationError(f"{name} is part of an Accelerator's loop: make an Accelerator first.")

@@ -59,7 +59,7 @@ def is_accelerate_state(directory: str | os.PathLike[str]) -> bool:
 def read_accelerate_state(
     directory: str | os.PathLike[str], rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read a checkpoint of Accelerate's `save_state`. Returns the shared and this rank's state."""
+    """Read a checkpoint of Accelerate's `save_state`. Return the shared and this rank's state."""
     root = Path(directory)
     _refuse_sharded(root)
     files = {kind: _numbered(root, kind) for kind in ("optimizer", "scheduler", "sampler", "custom_checkpoint")}

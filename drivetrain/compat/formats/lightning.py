@@ -259,7 +259,7 @@ class Extras(WrittenFile):
 
     @classmethod
     def of(cls, content: Any, name: str) -> Extras | None:
-        """Parse the entry of a checkpoint. Returns None if this package did not write one."""
+        """Parse the entry of a checkpoint. Return None if this package did not write one."""
         entry = content.get(KEY) if isinstance(content, Mapping) else None
         if not isinstance(entry, Mapping) or entry.get("format") != FORMAT:
             return None
@@ -504,7 +504,7 @@ class _LeftOut:
 def _without_objects(
     name: str, data: BinaryIO | None, classes: list[str], given: Collection[str] | None
 ) -> dict[str, Any] | None:
-    """Read a file without hyper-parameters that are objects. Returns None if other entries need objects."""
+    """Read a file without hyper-parameters that are objects. Return None if other entries need objects."""
     try:
         found = read_pickled(name, [*plain_classes(), *((_LeftOut, each) for each in classes)], data)
     except CheckpointError:

@@ -94,7 +94,7 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
 
 
 def check_lightning_file(path: str | os.PathLike[str]) -> str:
-    """Return the local path of a Lightning file to write. Raises `ConfigurationError` for URLs."""
+    """Return the local path of a Lightning file to write. Raise `ConfigurationError` for URLs."""
     storage, target = storage_of(path)
     if not isinstance(storage, LocalStorage):
         raise ConfigurationError(f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.")

@@ -53,7 +53,7 @@ class Accelerator(metaclass=KindOfDevice):
         return [torch.device("cpu") if cls.kind == "cpu" else torch.device(cls.kind, index) for index in numbers]
 
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current one. Raises `ConfigurationError` for a device of another type."""
+        """Make a device the current one. Raise `ConfigurationError` for a device of another type."""
         if device.type != self.kind:
             raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.")
         if self.kind == "cuda":
@@ -64,7 +64,7 @@ class Accelerator(metaclass=KindOfDevice):
         return dict(getattr(torch, self.kind).memory_stats(device))
 
     def teardown(self) -> None:
-        """Clean up after a run. Does nothing by default."""
+        """Clean up after a run. The default does nothing."""
 
 
 class CPUAccelerator(Accelerator):
@@ -115,7 +115,7 @@ def num_cuda_devices() -> int:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of this machine's GPUs. Raises `ConfigurationError` if there are too few."""
+    """Return the indices of this machine's GPUs. Raise `ConfigurationError` if there are too few."""
     if num_devices == 0:
         return []
     count = CUDAAccelerator.auto_device_count()

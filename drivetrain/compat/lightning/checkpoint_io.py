@@ -68,7 +68,7 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint. Raises if `storage_options` are given."""
+        """Write a checkpoint. Raise an error if `storage_options` are given."""
         if storage_options is not None:
             raise ArgumentTypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
@@ -80,7 +80,7 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint. Raises `FileNotFoundError` if the file does not exist."""
+        """Read a checkpoint. Raise `FileNotFoundError` if the file does not exist."""
         if not os.path.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
         with torch.serialization.safe_globals(plain_classes()):

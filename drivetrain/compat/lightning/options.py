@@ -13,7 +13,7 @@ _TAKEN_BY_TRAINER = ("checkpoint_io", "cluster_environment", "precision_plugin",
 
 
 def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Remove arguments that are None and would replace Lightning's internals. Raises for other values.
+    """Remove arguments that are None and would replace Lightning's internals. Raise an error for other values.
 
     Plugins, which the Trainer reads from the strategy, are removed too.
     """

@@ -77,7 +77,7 @@ class Precision:
         """Run code after each backward pass. Override it."""
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step an optimizer. Returns what its `step` returns."""
+        """Step an optimizer. Return what its `step` returns."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
@@ -123,7 +123,7 @@ class Precision:
         """Restore the state from a checkpoint."""
 
     def teardown(self) -> None:
-        """Clean up after a run. Does nothing by default."""
+        """Clean up after a run. The default does nothing."""
 
 
 class ScaledPrecision(Precision):

@@ -17,7 +17,7 @@ def installed_packages() -> tuple[Callable[..., Any], tuple[str, ...]] | None:
 
 
 def call_spawned(spawning: StartsProcesses, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in each process that the strategy starts. Returns rank 0's result."""
+    """Call a function in each process that the strategy starts. Return rank 0's result."""
     from drivetrain.launch.notebook import call_in_processes  # imported here, because few scripts start processes
     from drivetrain.launch.options import LaunchOptions
 

@@ -78,7 +78,7 @@ class StrategyMembers:
         self.take_checkpoint_io(checkpoint_io)
 
     def take_checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
-        """Store the checkpoint plugin. Raises `ConfigurationError` for other objects."""
+        """Store the checkpoint plugin. Raise `ConfigurationError` for other objects."""
         if not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
@@ -171,7 +171,7 @@ class StrategyMembers:
         PartialState().wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from rank `src` to all processes. Returns it."""
+        """Send an object from rank `src` to all processes. Return it."""
         if self.world_size == 1:
             return obj
         return broadcast(obj, src) if isinstance(obj, Tensor) else broadcast_object_list([obj], src)[0]

@@ -45,7 +45,7 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook that averages a bucket of gradients in bfloat16. Returns a future of the result.
+    """DDP communication hook that averages a bucket of gradients in bfloat16. Return a future of the result.
 
     Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
     """

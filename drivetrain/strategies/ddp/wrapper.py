@@ -54,7 +54,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Returns its result."""
+        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Return its result."""
         start = perf_counter()
         handled = forward_ended(output)
         self._searches.append(perf_counter() - start)
@@ -62,7 +62,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Note which parameters a step used. Returns True once enough steps have been observed."""
+        """Note which parameters a step used. Return True once enough steps have been observed."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -82,7 +82,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Decide whether DDP can stop searching for unused parameters. Returns their indices, or None if it cannot."""
+        """Decide whether DDP can stop searching for unused parameters. Return their indices, or None if it cannot."""
         never = self.never_used()
         if never is None:
             return None
@@ -435,7 +435,7 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Returns True for every n-th one, when processes must compare their models."""
+        """Count an optimizer step. Return True for every n-th one, when processes must compare their models."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
@@ -549,7 +549,7 @@ class Copies:
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Returns True if processes must compare parameters and gradients now."""
+        """Count an optimizer step. Return True if processes must compare parameters and gradients now."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, which LocalSGD uses, copies differ on purpose.

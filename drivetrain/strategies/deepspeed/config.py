@@ -59,7 +59,7 @@ _LAUNCHER = (
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the `deepspeed_config` section of a launcher's file to keyword arguments of `DeepSpeed`.
 
-    Raises `ConfigurationError` if a key is unknown. Options of DeepSpeed's own launcher are ignored with a warning.
+    Raise `ConfigurationError` if a key is unknown. Options of DeepSpeed's own launcher are ignored with a warning.
     """
     for key in given:
         if key not in KEYS:
@@ -120,9 +120,9 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed(kind: str) -> Any:
-    """Import and return the deepspeed package, set up for the given kind of device, such as `"cuda"`.
+    """Import and return the deepspeed package, set up for the given device type, such as `"cuda"`.
 
-    Raises `ConfigurationError` if the package is not installed, or was imported earlier for another kind.
+    Raise `ConfigurationError` if the package is not installed, or was imported earlier for another kind.
     """
     require_deepspeed()
     if "deepspeed" not in sys.modules:
@@ -354,7 +354,7 @@ class Known:
 def complete(config: Config, known: Known) -> Config:
     """Return a copy of a DeepSpeed configuration with missing and `"auto"` values filled in from the run.
 
-    Raises `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
+    Raise `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
     """
     done = copy.deepcopy(config)
     # First, because the batch sizes depend on the number of accumulation steps.
@@ -446,7 +446,7 @@ def _fill_given(config: Config, known: Known) -> None:
 def _fill_batch(config: Config, known: Known) -> None:
     """Fill in and check a DeepSpeed configuration's batch sizes, with which DeepSpeed only counts samples.
 
-    The data loaders determine the actual batch sizes. Raises `ConfigurationError` if the given values conflict.
+    The data loaders determine the actual batch sizes. Raise `ConfigurationError` if the given values conflict.
     """
     micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
     steps = config["gradient_accumulation_steps"]
@@ -621,7 +621,7 @@ def build_config(
 ) -> tuple[Config, int]:
     """Merge the arguments of `DeepSpeed` into the user's configuration, given as a dict, path or JSON text, or None.
 
-    Returns the merged dict and the ZeRO stage. Raises `ConfigurationError` if an argument and the configuration set
+    Return the merged dict and the ZeRO stage. Raise `ConfigurationError` if an argument and the configuration set
     different values, or an option is invalid.
     """
     config = read_config(given)
@@ -749,7 +749,7 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set an option of a DeepSpeed configuration. Raises `ConfigurationError` if it has another value.
+    """Set an option of a DeepSpeed configuration. Raise `ConfigurationError` if it has another value.
 
     Does nothing if `value` is None.
     """

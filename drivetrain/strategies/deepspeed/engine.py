@@ -93,7 +93,7 @@ class Participation:
     def _check_late(self, names: list[str]) -> None:
         """Warn about named parameters that missed earlier steps and share a step count, which is wrong for them.
 
-        Raises `ConfigurationError` if one of them was frozen during those steps.
+        Raise `ConfigurationError` if one of them was frozen during those steps.
         """
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
@@ -263,7 +263,7 @@ class Engines:
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """Return the `TrainedModel` of a module. Raises `ConfigurationError` if the module has no DeepSpeed engine."""
+        """Return the `TrainedModel` of a module. Raise `ConfigurationError` if the module has no DeepSpeed engine."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
@@ -272,7 +272,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the model whose DeepSpeed engine steps an optimizer. Raises `ConfigurationError` if there is none."""
+        """Return the model whose DeepSpeed engine steps an optimizer. Raise `ConfigurationError` if there is none."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -523,7 +523,7 @@ def complete(trained: TrainedModel) -> None:
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
     """Return a context in which a backward pass adds to the engine's gradients instead of overwriting them.
 
-    It is needed for a second backward pass before a step with DeepSpeed's stages 1 and 2. Raises `ConfigurationError`
+    It is needed for a second backward pass before a step with DeepSpeed's stages 1 and 2. Raise `ConfigurationError`
     if gradients are offloaded.
     """
     if not trained.is_complete or trained.layout.adds_backwards:

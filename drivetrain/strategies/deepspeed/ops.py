@@ -163,7 +163,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Compile a DeepSpeed operator. Raises `ConfigurationError` if it does not exist for this kind of device."""
+    """Compile a DeepSpeed operator. Raise `ConfigurationError` if it does not exist for this device type."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])

@@ -101,7 +101,7 @@ class DeepSpeedShards:
     def optimizer(self) -> dict[str, Any]:
         """Return the full optimizer state in the checkpoint by parameter name, together with the parameter groups.
 
-        A checkpoint of ZeRO stage 0 has no names, so that its state is by parameter index. Raises `CheckpointError` if
+        A checkpoint of ZeRO stage 0 has no names, so that its state is by parameter index. Raise `CheckpointError` if
         DeepSpeed wrote the state in a format that is not supported.
         """
         if not self._states:
@@ -205,7 +205,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Call `read` with the checkpoint in a DeepSpeed folder, and return its result. Raises `CheckpointError`."""
+    """Return what `read` returns for a DeepSpeed checkpoint. Raise `CheckpointError` if the checkpoint is damaged."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

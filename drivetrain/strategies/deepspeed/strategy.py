@@ -527,7 +527,7 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """Return the names of the parameters in each parameter group of an optimizer, without empty groups.
 
-    Raises `ConfigurationError` if a parameter does not belong to the model.
+    Raise `ConfigurationError` if a parameter does not belong to the model.
     """
     groups = []
     for group in optimizer.param_groups:

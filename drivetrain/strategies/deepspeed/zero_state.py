@@ -72,7 +72,7 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
     """Load a full state dict into a model and its DeepSpeed engine, master weights included. A collective call.
 
-    Returns the missing and unexpected names. Raises `CheckpointError` if there are any and `strict` is True, or if a
+    Return the missing and unexpected names. Raise `CheckpointError` if there are any and `strict` is True, or if a
     shape is wrong.
     """
     own = trained.bare.state_dict(keep_vars=True)
@@ -230,7 +230,7 @@ def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> 
 def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
     """Load a checkpoint in DeepSpeed's own format into a model's engine. A collective call.
 
-    Raises `CheckpointError` if there is none, or if another number of processes wrote it.
+    Raise `CheckpointError` if there is none, or if another number of processes wrote it.
     """
     folder = folder_of(directory, tag)
     written = len(list(folder.glob(_OPTIMIZER)))
@@ -246,7 +246,7 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
 
 
 def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder of the DeepSpeed checkpoint in a directory. Raises `CheckpointError` if there is none.
+    """Return the folder of the DeepSpeed checkpoint in a directory. Raise `CheckpointError` if there is none.
 
     Without a tag, it is the latest checkpoint in the directory, or the directory itself.
     """
@@ -277,7 +277,7 @@ def merge_native(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the full weights of a DeepSpeed checkpoint to safetensors files. Returns the paths of the files.
+    """Write the full weights of a DeepSpeed checkpoint to safetensors files. Return the paths of the files.
 
     Args:
         directory: The directory of the checkpoint.

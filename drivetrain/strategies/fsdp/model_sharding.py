@@ -203,7 +203,7 @@ class ModelSharder:
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
         """Return the model if an earlier call has sharded it, so that it can be reused. None if unsharded.
 
-        Raises a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
+        Raise a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
         """
         bare = self._unwrap(model)
         inside = bare.__dict__.get("__deepcopy__")

@@ -41,7 +41,7 @@ from drivetrain.strategies.precision import Precision
 
 @torch.no_grad()
 def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients, sharded or not, to a total norm of at most `max_norm`. Returns the norm before clipping.
+    """Clip gradients, sharded or not, to a total norm of at most `max_norm`. Return the norm before clipping.
 
     Torch's own function rejects gradients on two meshes, and lists that mix plain tensors with DTensors (torch 2.13).
     This function groups gradients by mesh and placements, and combines the norms of all groups.
@@ -198,7 +198,7 @@ class Placer(Protocol):
         """Return a context manager in which to construct a model, for example without parameter values."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Prepare a model: shard it, or only move it to the device. Returns the module to call."""
+        """Prepare a model: shard it, or only move it to the device. Return the module to call."""
 
 
 class FSDP(Strategy):

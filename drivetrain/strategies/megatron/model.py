@@ -46,7 +46,7 @@ class MegatronProgram(Protocol):
         """
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run a model chunk on the iterator's next batch. Returns its output and a function that computes the loss."""
+        """Run a model chunk on the iterator's next batch. Return its output and a function that computes the loss."""
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
         """Return the number of rows and the sequence length of a batch, which determine the shapes of activations."""
@@ -145,7 +145,7 @@ class PlacedModels:
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """Return the `PlacedModel` of a module. Raises `ConfigurationError` if the module was not prepared."""
+        """Return the `PlacedModel` of a module. Raise `ConfigurationError` if the module was not prepared."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} is not prepared. Pass it to Accelerator.prepare() first.")
@@ -176,7 +176,7 @@ class CurrentChunk:
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
         """Run a task's `forward_step` on a batch with the current model chunk. Return the output and the loss function.
 
-        Raises `StageEnded` if the chunk does not compute the loss.
+        Raise `StageEnded` if the chunk does not compute the loss.
         """
         if self.chunk is None:
             raise ConfigurationError(
@@ -225,7 +225,7 @@ class Schedule:
             placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
+        """Run forward and backward for all micro-batches of an optimizer step. Return the results of `step_fn`.
 
         Processes that do not compute the loss return None for each micro-batch.
         """
@@ -352,7 +352,7 @@ class Evaluation(nn.Module):
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run `step` on a batch in all pipeline stages. Returns its result on the last stage, and None on others."""
+        """Run `step` on a batch in all pipeline stages. Return its result on the last stage, and None on others."""
         return self._run(step, batch, *args)
 
 
@@ -391,7 +391,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Gather logits that tensor-parallel processes have split by vocabulary. Returns the full logits."""
+        """Gather logits that tensor-parallel processes have split by vocabulary. Return the full logits."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

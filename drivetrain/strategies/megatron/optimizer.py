@@ -58,7 +58,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale the gradients and hand them to megatron-core's optimizer. Returns True if any has overflowed.
+        """Unscale the gradients and hand them to megatron-core's optimizer. Return True if any has overflowed.
 
         Further calls before the step only return the result of the first.
         """
@@ -77,7 +77,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         self.__dict__.update(overflowed=None, clipped=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step the optimizer. Returns False if a gradient overflowed and the step was skipped."""
+        """Step the optimizer. Return False if a gradient overflowed and the step was skipped."""
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} under strategy='megatron' accepts no closure, because the schedule "
@@ -104,7 +104,7 @@ def make_optimizer(
 ) -> MegatronOptimizerFront:
     """Create megatron-core's optimizer for a model, with the options of the user's torch optimizer. A collective call.
 
-    Raises `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the model.
+    Raise `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the model.
     """
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate

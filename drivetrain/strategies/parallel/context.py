@@ -427,7 +427,7 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split buffers over processes within the context. Raises an error if the context computes no attention."""
+        """Split buffers over processes within the context. Raise an error if the context computes no attention."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield

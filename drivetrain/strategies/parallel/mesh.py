@@ -43,7 +43,7 @@ class MeshSizes:
     def fill(self, world_size: int) -> MeshSizes:
         """Return the mesh sizes with a `dp_shard` of -1 replaced by the number of processes that the other sizes leave.
 
-        Raises `ConfigurationError` if the sizes do not multiply to `world_size`.
+        Raise `ConfigurationError` if the sizes do not multiply to `world_size`.
         """
         others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
         asked = " x ".join(
@@ -153,7 +153,7 @@ class MeshPlace:
 
 
 def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
-    """Create the device mesh, with one dimension for each size above 1. Returns None if every size is 1.
+    """Create the device mesh, with one dimension for each size above 1. Return None if every size is 1.
 
     A collective call, because it creates process groups.
     """

@@ -223,7 +223,7 @@ class Parallel(Strategy, SplitsSequences):
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Split a model over the mesh: into pipeline stages, tensor-parallel layers, and shards of parameters.
 
-        Returns the module to call, and the optimizers to step.
+        Return the module to call, and the optimizers to step.
         """
         prepared = self.inner.prepare(model, optimizers, precision, move)
         if optimizers is not None:

@@ -101,7 +101,7 @@ class PlanMatch:
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
     """Split layers of a module over processes, in place, by a plan that maps module names to parallel styles.
 
-    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
+    Return the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
     """
     let_attention_run_split()
     root, matches = _matches(module, plan)
@@ -287,7 +287,7 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Copy the random state of a mesh's first rank to all its ranks, so that they drop out equal elements."""
+    """Copy the random state of a mesh's first rank to all its ranks, so that dropout masks are equal."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)

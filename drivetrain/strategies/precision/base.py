@@ -31,10 +31,10 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Prepare the precision for a kind of device. Raises an error if these devices do not support the precision.
+        """Prepare the precision for a device type. Raise an error if these devices do not support the precision.
 
         Args:
-            kind: The kind of device.
+            kind: The device type.
 
         Raises:
             ConfigurationError: The device does not support this precision. The message names one that it supports.
@@ -67,7 +67,7 @@ class Precision:
         """Return the autocast context for code outside the model, disabled for a precision without autocast.
 
         Args:
-            kind: The kind of device.
+            kind: The device type.
             enabled: Enable autocast.
             cache_enabled: Cache the cast copies of weights within the context.
         """

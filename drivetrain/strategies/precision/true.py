@@ -82,7 +82,7 @@ class Float16True(TruePrecision):
 
 
 def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
-    """Raise a `ConfigurationError` if a kind of device cannot compute in bfloat16."""
+    """Raise a `ConfigurationError` if a device type cannot compute in bfloat16."""
     if not kind.supports_bf16():
         raise ConfigurationError(
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "

@@ -38,7 +38,7 @@ class Rounding:
     def apply(self) -> None:
         """Set the environment variable by which torch_xla rounds floats to bfloat16, before XLA starts.
 
-        Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
+        Raise `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """
         if self.variable is None or os.environ.get(self.variable) == "1":
             return

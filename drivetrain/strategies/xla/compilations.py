@@ -101,7 +101,7 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Note the shapes of a step or batch. Returns True if XLA's `total` of compilations has grown."""
+        """Note the shapes of a step or batch. Return True if XLA's `total` of compilations has grown."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)

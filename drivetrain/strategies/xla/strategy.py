@@ -41,7 +41,7 @@ class XLAGradients(Gradients):
     """Gradient operations for XLA devices. XLA itself reduces gradients over the devices of one process."""
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients to a total norm of at most `max_norm`. Returns the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`. Return the norm before clipping.
 
         The norm is computed at least in float32. XLA sums squares in the gradients' dtype. In bfloat16, the norm of a
         small model was 5 % too low.
@@ -192,7 +192,7 @@ class DeviceMesh:
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Choose the dimension along which to shard a parameter. Returns a mesh axis or None for each dimension.
+    """Choose the dimension along which to shard a parameter. Return a mesh axis or None for each dimension.
 
     The largest dimension that the number of devices divides is chosen, or else the largest. `taken` contains axes that
     are already assigned, for example by tensor parallelism.

@@ -187,7 +187,7 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Run `validate` or `test`. Returns a dict of logged values for each loader."""
+        """Run `validate` or `test`. Return a dict of logged values for each loader."""
         if self._limit == 0:
             self._trainer.current.evaluation_batches.pop(self._stage, None)
             return []

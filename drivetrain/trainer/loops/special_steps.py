@@ -364,7 +364,7 @@ class SplitStep(PlainStep):
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
         """Compute a step's gradients, in smaller parts if memory runs out. Return the outputs of `training_step`.
 
-        The parts are halved as long as memory runs out on any rank. Returns the outputs of `training_step`, one per
+        The parts are halved as long as memory runs out on any rank. Return the outputs of `training_step`, one per
         micro-batch.
         """
         random, metrics = RandomState.capture(), metric_states(self._metrics)

@@ -190,7 +190,7 @@ def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any
 
 
 def find_metrics(task: nn.Module) -> dict[str, Any]:
-    """Return all torchmetrics objects inside a task, by module path. Returns {} if torchmetrics is not imported."""
+    """Return all torchmetrics objects inside a task, by module path. Return {} if torchmetrics is not imported."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}

@@ -61,7 +61,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     Also used if the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run, so
     that sums over an epoch stay complete.
 
-    Returns {} if the checkpoint has no logged values.
+    Return {} if the checkpoint has no logged values.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -240,7 +240,7 @@ class Directories(CheckpointFormat):
         """Write a checkpoint of a Trainer's run into a directory. All ranks must call this together.
 
         `write` writes the state in another format, with the arguments of `SaveQueue.save`. With `keeps_objects`, hyper-
-        parameters may be arbitrary objects. Returns the save, which can be waited for.
+        parameters may be arbitrary objects. Return the save, which can be waited for.
         """
         placed = trainer.task_run
         task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
@@ -555,7 +555,7 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
 def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
     """Return the checkpoint to resume: the argument of `fit`, else `DRIVETRAIN_RESUME` from the environment.
 
-    Returns None if there is neither. The environment variable counts only for the first `fit` of a process.
+    Return None if there is neither. The environment variable counts only for the first `fit` of a process.
     """
     asked = os.environ.pop(RESUME_VARIABLE, None)
     return asked if given is None else given

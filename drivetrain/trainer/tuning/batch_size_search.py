@@ -159,7 +159,7 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Try a batch size for a few steps on all ranks. Returns an `Attempt`, which records whether memory was enough.
+        """Try a batch size for a few steps on all ranks. Return an `Attempt`, which records whether memory was enough.
 
         Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
         """

@@ -26,7 +26,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a YAML configuration file. Raises `ConfigurationError` if it is not a mapping."""
+    """Read a YAML configuration file. Raise `ConfigurationError` if it is not a mapping."""
     values = load_yaml(Path(config_file).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigurationError(f"{config_file!r} holds no keys and values.")

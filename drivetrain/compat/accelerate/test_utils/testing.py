@@ -216,7 +216,7 @@ def get_torch_dist_unique_port() -> int:
 
 
 def execute_subprocess_async(cmd: Sequence[str], env: Any = None, timeout: float = 180, **_: Any) -> Any:
-    """Run a command. Raises `RuntimeError` with the command's output if it fails."""
+    """Run a command. Raise `RuntimeError` with the command's output if it fails."""
     result = subprocess.run(list(map(str, cmd)), env=env, timeout=timeout, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(map(str, cmd))} failed with {result.returncode}:\n{result.stderr}")
@@ -224,7 +224,7 @@ def execute_subprocess_async(cmd: Sequence[str], env: Any = None, timeout: float
 
 
 def run_command(command: Sequence[Any], return_stdout: bool = False, env: Any = None) -> str | None:
-    """Run a command. Returns its output if `return_stdout`. Raises `SubprocessCallException` if it fails."""
+    """Run a command. Return its output if `return_stdout`. Raise `SubprocessCallException` if it fails."""
     words = list(map(str, command))
     result = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:

@@ -64,7 +64,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete the value at a path. Raises `ConfigurationError` if it is missing and `must_exist` is set."""
+        """Delete the value at a path. Raise `ConfigurationError` if it is missing and `must_exist` is set."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:
             del node[name]
@@ -108,7 +108,7 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """Return the DeepSpeed plugin in use. Raises `ConfigurationError` if there is none."""
+    """Return the DeepSpeed plugin in use. Raise `ConfigurationError` if there is none."""
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ConfigurationError(

@@ -27,7 +27,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Convert a word such as `"yes"` or `"0"` to 1 or 0, or to a bool. Raises for other words."""
+    """Convert a word such as `"yes"` or `"0"` to 1 or 0, or to a bool. Raise an error for other words."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ConfigurationError(f"{value!r} is neither of {', '.join(_TRUE)} nor of {', '.join(_FALSE)}.")

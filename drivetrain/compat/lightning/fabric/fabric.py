@@ -62,7 +62,7 @@ class Processes:
         self._strategy.barrier(name=name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from rank `src` to all processes. Returns it."""
+        """Send an object from rank `src` to all processes. Return it."""
         return self._strategy.broadcast(obj, src=src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
@@ -114,7 +114,7 @@ class Stepping:
         norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip gradients by value or by norm. Returns the norm, or None when clipping by value."""
+        """Clip gradients by value or by norm. Return the norm, or None when clipping by value."""
         if (clip_val is None) is (max_norm is None):
             raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.")
         bare = forward_module(module), unwrap_optimizer(optimizer)
@@ -173,7 +173,7 @@ class StateFiles:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint of `save` into the given modules and optimizers. Returns the entries without a target."""
+        """Load a checkpoint of `save` into the given modules and optimizers. Return the entries without a target."""
         bare = None if state is None else _unwrapped(state)
         rest: dict[str, Any] = self._strategy.load_checkpoint(
             path=path, state=bare, strict=strict, weights_only=weights_only
@@ -437,7 +437,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed the random generators of Python, NumPy and torch. Returns the seed."""
+        """Seed the random generators of Python, NumPy and torch. Return the seed."""
         return seed_everything(seed, workers is not False, verbose)
 
     # this process

@@ -46,7 +46,7 @@ class FabricStrategy(StrategyView):
         norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradient norm. Returns the norm before clipping."""
+        """Clip the gradient norm. Return the norm before clipping."""
         norm: Tensor = self._accelerator.clip_grad_norm_(module.parameters(), max_norm, float(norm_type))
         if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
@@ -113,7 +113,7 @@ class FabricStrategy(StrategyView):
         return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
     def _fill(self, target: Any, value: Any, strict: bool) -> bool:
-        """Load a state dict into an object. Returns False if the object has no `load_state_dict`."""
+        """Load a state dict into an object. Return False if the object has no `load_state_dict`."""
         if isinstance(target, nn.Module):
             self.load_module_state_dict(target, value, strict)
         elif callable(getattr(target, "load_state_dict", None)):

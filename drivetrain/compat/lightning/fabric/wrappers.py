@@ -37,7 +37,7 @@ class BackwardGuard:
         self.is_needed, self.is_inside = is_needed, False
 
     def watch(self, output: Any) -> Any:
-        """Register backward hooks on the output tensors that require gradients. Returns the output."""
+        """Register backward hooks on the output tensors that require gradients. Return the output."""
         recursively_apply(self._watch_tensor, output)
         return output
 
@@ -275,7 +275,7 @@ class FabricSide:
     def log_dict(
         self, dictionary: Mapping[str, Any], prog_bar: bool = False, logger: bool | None = None, **_: Any
     ) -> None:
-        """Log several values. Raises `ConfigurationError` for nested dicts."""
+        """Log several values. Raise `ConfigurationError` for nested dicts."""
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise ConfigurationError(

@@ -59,7 +59,7 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """Look up a pipeline schedule by name. Returns the schedule and its number of stages on each process."""
+    """Look up a pipeline schedule by name. Return the schedule and its number of stages on each process."""
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:

@@ -222,7 +222,7 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
     """Divide a list of block sizes into `count` consecutive runs, so that the largest run is as small as possible.
 
-    Returns the indices at which runs 1, 2, ... begin.
+    Return the indices at which runs 1, 2, ... begin.
     """
     total = len(sizes)
     # best[end, runs] divides sizes[:end]: the largest run, the sum of squared runs as a tie-breaker, the beginnings.
@@ -337,7 +337,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Trace a forward call on tensor shapes alone. Returns which tensors the pipeline stages must exchange."""
+        """Trace a forward call on tensor shapes alone. Return which tensors the pipeline stages must exchange."""
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:

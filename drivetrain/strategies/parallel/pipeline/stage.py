@@ -127,7 +127,7 @@ class StageModule(nn.Module):
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Run one pipeline stage of the model. Returns the tensors to send, or the model's output on the last stage."""
+        """Run one pipeline stage of the model. Return the tensors to send, or the model's output on the last stage."""
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
@@ -524,7 +524,7 @@ class StagedModel:
         link.finish()
 
     def _compute(self, request: Request, link: _Link) -> Any:
-        """Run this stage for a request: receive tensors, compute, and send the results. Returns the stage's output."""
+        """Run this stage for a request: receive tensors, compute, and send the results. Return the stage's output."""
         try:
             route = self._route(request)
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()

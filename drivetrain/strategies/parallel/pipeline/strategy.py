@@ -65,7 +65,7 @@ class TrainingWindow:
         self._zero = torch.zeros((), device=topology.device)
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward for all micro-batches of an optimizer step. Returns the results of `step_fn`.
+        """Run forward and backward for all micro-batches of an optimizer step. Return the results of `step_fn`.
 
         Processes without the last stage return None for each micro-batch.
         """
@@ -240,7 +240,7 @@ class StagedEvaluation(nn.Module):
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run `step` in all pipeline stages. Returns its result on the last stage, and None on others."""
+        """Run `step` in all pipeline stages. Return its result on the last stage, and None on others."""
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)

@@ -30,7 +30,7 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Import the backend's package. Raises an error if it is missing or if the device does not support float8."""
+        """Import the backend's package. Raise an error if it is missing or if the device does not support float8."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
@@ -56,7 +56,7 @@ class FP8Backend(ABC):
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """Return the allowed value that equals a given name, ignoring case. Raises a `ConfigurationError` if none does."""
+    """Return the allowed value that equals a given name, ignoring case. Raise a `ConfigurationError` if none does."""
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(

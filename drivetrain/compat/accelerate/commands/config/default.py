@@ -14,7 +14,7 @@ from drivetrain.runtime.devices import detect_device_kind
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Any:
-    """Write a configuration file for this machine. Returns its path, or False if the file exists."""
+    """Write a configuration file for this machine. Return its path, or False if the file exists."""
     path = Path(default_json_config_file if save_location is None else save_location)
     if path.exists():
         return False

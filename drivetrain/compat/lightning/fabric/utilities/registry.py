@@ -7,6 +7,6 @@ from typing import Any
 
 
 def made_by_entry_points(group: str) -> list[Any]:
-    """Call the functions registered under an entry-point group. Returns what they create, as a flat list."""
+    """Call the functions registered under an entry-point group. Return what they create, as a flat list."""
     made = [point.load()() for point in entry_points(group=group)]
     return [one for each in made for one in (each if isinstance(each, list | tuple) else [each])]

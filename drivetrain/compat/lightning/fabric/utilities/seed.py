@@ -18,7 +18,7 @@ _VARIABLE, _WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed the random generators of Python, NumPy and torch. Returns the seed."""
+    """Seed the random generators of Python, NumPy and torch. Return the seed."""
     given = os.environ.get(_VARIABLE) if seed is None else seed
     if given is None:
         given = 0

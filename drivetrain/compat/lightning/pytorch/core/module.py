@@ -129,7 +129,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
 
 
 def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
-    """Return the clipping option from the call or the Trainer. Raises if both are set and differ."""
+    """Return the clipping option from the call or the Trainer. Raise an error if both are set and differ."""
     if given is None or of_trainer is None or given == of_trainer:
         return of_trainer if given is None else given
     raise ConfigurationError(

@@ -45,7 +45,7 @@ def _load_from_checkpoint(
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:
-    """Read hyper-parameters from a YAML file. Returns an empty dict if the file does not exist."""
+    """Read hyper-parameters from a YAML file. Return an empty dict if the file does not exist."""
     path = Path(config_yaml)
     return dict(load_yaml(path.read_text()) or {}) if path.is_file() else {}
 
@@ -70,7 +70,7 @@ def _has_form(name: str, value: Any) -> bool:
 
 
 def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read hyper-parameters from a CSV file. Returns an empty dict if the file does not exist."""
+    """Read hyper-parameters from a CSV file. Return an empty dict if the file does not exist."""
     return hyper_parameters_in(tags_csv) if Path(tags_csv).is_file() else {}
 
 

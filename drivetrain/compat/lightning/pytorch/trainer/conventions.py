@@ -154,7 +154,7 @@ class LightningConventions(CoreTrainer):
     """Mixin of the mirror's Trainer with Lightning's conventions."""
 
     def begin_training(self, task: Task) -> None:
-        """Clear the gradients. Raises if the checkpoint is from after the last requested epoch."""
+        """Clear the gradients. Raise an error if the checkpoint is from after the last requested epoch."""
         task.zero_grad()
         if self.task_run.checkpoint_path is None:
             return

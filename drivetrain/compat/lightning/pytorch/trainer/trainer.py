@@ -203,7 +203,7 @@ class Trainer(LightningSaving):
             self._was_cut_short = self.progress.batches_in_epoch > 0
 
     def keep_predictions(self, predictions: list[Any], keeps: bool) -> list[Any] | None:
-        """Store the results of `predict`. Returns them, or None if `keeps` is False."""
+        """Store the results of `predict`. Return them, or None if `keeps` is False."""
         self.predictions, self.keeps_predictions = predictions, keeps
         return predictions if keeps else None
 

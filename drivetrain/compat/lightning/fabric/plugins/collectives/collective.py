@@ -76,7 +76,7 @@ class Collective(ABC):
         return self
 
     def create_group(self, **kwargs: Any) -> Self:
-        """Create this object's process group. Raises `CollectiveError` if it has one."""
+        """Create this object's process group. Raise `CollectiveError` if it has one."""
         if self._group is not None:
             raise CollectiveError(f"`{type(self).__name__}` already owns a group. Call teardown() first.")
         self._group = self.new_group(**kwargs)

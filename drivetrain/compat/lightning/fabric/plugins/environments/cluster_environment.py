@@ -71,7 +71,7 @@ class ClusterEnvironment(ABC):
         """Raise if the arguments do not match the processes that the scheduler started."""
 
     def teardown(self) -> None:
-        """Clean up after a run. Does nothing by default."""
+        """Clean up after a run. The default does nothing."""
 
     def publish(self, devices: object, num_nodes: int) -> None:
         """Set the rank and address variables for drivetrain, unless it detects the environment itself."""

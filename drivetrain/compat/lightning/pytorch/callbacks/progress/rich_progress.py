@@ -152,7 +152,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             self.progress.stop()
 
     def _begin_loader(self, name: str, row: TaskID | None, title: str, dataloader_idx: int) -> TaskID | None:
-        """Reset the row of a loader, or add one. Returns the row's ID, or None if bars are off."""
+        """Reset the row of a loader, or add one. Return the row's ID, or None if bars are off."""
         if not self.has_dataloader_changed(dataloader_idx) or self.progress is None or not self._is_live:
             return row
         total = _known(getattr(self, f"total_{name}_batches_current_dataloader"))
@@ -162,7 +162,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         return row
 
     def _advance(self, row: TaskID | None, batch_idx: int) -> bool:
-        """Advance a row at every `refresh_rate` batches. Returns True if the row was redrawn."""
+        """Advance a row at every `refresh_rate` batches. Return True if the row was redrawn."""
         if row is None or self.progress is None or self.is_disabled:
             return False
         done, total = batch_idx + 1, self.progress.tasks[row].total

@@ -145,7 +145,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             self._restart(name, totals, f"{title} DataLoader {dataloader_idx}")
 
     def _advance(self, name: str, batch_idx: int) -> bool:
-        """Advance a bar at every `refresh_rate` batches. Returns True if it did."""
+        """Advance a bar at every `refresh_rate` batches. Return True if it did."""
         bar, done = self._bar(name), batch_idx + 1
         if not self.is_enabled or (done % self._refresh_rate and done != bar.total):
             return False

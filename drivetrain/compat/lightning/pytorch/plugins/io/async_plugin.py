@@ -58,7 +58,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._then(lambda: self._error or self.checkpoint_io.remove_checkpoint(*args, **kwargs))
 
     def teardown(self) -> None:
-        """Wait until all checkpoints are written, and stop the thread. Raises the first write error."""
+        """Wait until all checkpoints are written, and stop the thread. Raise the first write error."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._thread = self._newest = None

@@ -32,7 +32,7 @@ class ModelSummary:
         return ModuleTable(self._model, self._max_depth, strategy, precision)
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Rebuild the table. Returns its rows by module name."""
+        """Rebuild the table. Return its rows by module name."""
         self._table = self._make()
         return {layer.name: layer for layer in self._table.layers}
 
