@@ -77,7 +77,7 @@ from drivetrain.strategies.precision.registry import PrecisionName
 from drivetrain.strategies.registry import StrategyName, grid_rank
 from drivetrain.trackers import Tracker, TrackerGroup
 
-# The part of the Accelerator's face that exchanges values between processes
+# Methods of the Accelerator that exchange values between processes
 
 
 class Collectives:

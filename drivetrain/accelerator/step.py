@@ -1,4 +1,4 @@
-"""One optimizer step: weight and scale losses, backward, unscale, clip, step. Trainer and raw loops both use it."""
+"""One optimizer step of the Trainer or of your own loop: scale losses, backward, unscale, clip, step."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def make_trackers(
     found: list[Tracker]
     if options.is_quiet:
         found = [] if options.barebones or given is False else [AbsentTracker()]
-    # A raw loop and the Trainer on one engine then log to the same run.
+    # Then a loop of your own and a Trainer with the same Accelerator log to the same run.
     elif given is None and engine.tracking.group.trackers:
         return engine.tracking.group
     elif given is False:

@@ -145,7 +145,7 @@ class Trainer(LightningSaving):
         self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
         self._fit_loop = FitLoopView(self)
 
-    # the verbs
+    # fit, validate, test, predict
 
     fit = lightning_verb(CoreTrainer.fit)
     validate = lightning_verb(CoreTrainer.validate)
