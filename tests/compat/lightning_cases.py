@@ -13,13 +13,13 @@ HOOKS = ROOT / "tests" / "compat" / "programs" / "lightning_hooks.py"
 TOLERANCE = 1e-6
 HOOKS_TEXT = (
     "The test also records every hook of a task, two callbacks and a data module. The runs have accumulation, two\n"
-    "optimizers, two validation loaders, all verbs, a resume and an exception. The order is the same, with these\n"
+    "optimizers, two validation loaders, all four loops, a resume and an exception. The order is the same, with these\n"
     "exceptions:"
 )
 
 _WINDOW = "Under accumulation, `optimizer_step` starts before the first batch of its window."
-_ONCE = "`configure_model` is called once, not once per verb."
-_MODES = "`predict` restores the mode of each module, as the other verbs do."
+_ONCE = "`configure_model` is called once per task, not again by `validate`, `test` and `predict`."
+_MODES = "`predict` restores the mode of each module, as `fit`, `validate` and `test` do."
 _RESUMED = "A resumed run does not repeat the sanity check."
 _TORN_DOWN = "After an exception, the task's `on_exception` and every `teardown` are called."
 

@@ -242,7 +242,7 @@ guidance by the requested class. A nearest-neighbour classifier trained on real 
             "[`Accelerator.prepare` and `backward`](../accelerator.md#four-lines)",
             "[a prepared schedule](../accelerator.md#schedulers), and `clip_grad_norm_`",
             "[`register_for_checkpointing`](../accelerator.md#saving-and-resuming): also saves the average",
-            "[trackers in your own loop](../trackers.md#in-a-raw-loop), and `drivetrain report` for the report",
+            "[trackers in your own loop](../trackers.md#in-your-own-loop), and `drivetrain report` for the report",
         ),
         following=(
             "[A conditional GAN](gan.md): the same digits by two networks",

@@ -374,7 +374,7 @@ class Rows(L.LightningDataModule):
 
 @task
 def data_module(root: str) -> Report:
-    """A LightningDataModule through all four verbs"""
+    """A LightningDataModule through fit, validate, test and predict"""
     model, rows, run = Classifier(), Rows(12), trainer(root)
     run.fit(model, datamodule=rows)
     report = model.report()
