@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -304,6 +305,10 @@ def make_trackers(
     return group
 
 
+# Callbacks that save checkpoints come last, so that they save the final state of the others. The sort keeps the rest.
+_LAST = attrgetter("saves_checkpoints")
+
+
 def make_callbacks(
     given: Callback | Sequence[Callback] | None,
     arguments: Mapping[str, Any],
@@ -362,7 +367,7 @@ def make_callbacks(
             f"{sorted(twins)}: a checkpoint could not tell them apart. Use different arguments, or override "
             "state_key."
         )
-    return checkpoints_last(callbacks)
+    return sorted(callbacks, key=_LAST)
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
@@ -372,13 +377,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
         return callbacks
     # Base classes that all callbacks share replace nothing.
     replaced = {base for callback in own for base in type(callback).__mro__} - set(Callback.__mro__)
-    return checkpoints_last([callback for callback in callbacks if type(callback) not in replaced] + own)
-
-
-def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Move callbacks that save checkpoints to the end of the list, so that they save the final state of the others."""
-    # The sort is stable, so the order is otherwise kept.
-    return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
+    return sorted([each for each in callbacks if type(each) not in replaced] + own, key=_LAST)
 
 
 # Creation of modules on the device and in the dtype of the run
