@@ -509,8 +509,12 @@ def costs_with_callbacks(names: Sequence[str] = tuple(CALLBACKS)) -> dict[str, d
     return found
 
 
-def copied_by_a_checkpoint() -> tuple[int, int, list[str]]:
-    """Bytes on the device that a checkpoint has to hold, bytes copied to the host while it is saved, and hazards."""
+def copied_by_a_checkpoint(block: bool) -> tuple[int, int, list[str]]:
+    """Bytes on the device that a checkpoint has to hold, bytes copied to the host while it is saved, and hazards.
+
+    Args:
+        block: Whether the call waits for the files, or they are written in the background.
+    """
     sim = start(1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(max_epochs=1, logger=False, default_root_dir=folder, enable_checkpointing=False)
@@ -520,7 +524,7 @@ def copied_by_a_checkpoint() -> tuple[int, int, list[str]]:
         states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         held = sum(each.nbytes for each in [*task.parameters(), *states] if each.device.type == "sim")
         sim.reset_clock(to_device=SPEED, to_host=SPEED, between=SPEED, kernels=SPEED)
-        trainer.save_checkpoint(f"{folder}/one.ckpt")
+        trainer.save_checkpoint(f"{folder}/one.ckpt", block=block).wait()
         return held, sim.to_host.bytes, sim.hazards
 
 

@@ -139,8 +139,9 @@ def test_ten_callbacks_together_cost_the_sum_of_each():
     assert found["kernels"] - plain["kernels"] == sum(kernels)
 
 
-def test_a_checkpoint_copies_each_byte_once():
-    ((held, copied, hazards),) = run_in_processes(copied_by_a_checkpoint, 1, timeout=120)
+@pytest.mark.parametrize("block", [True, False], ids=["waited for", "in the background"])
+def test_a_checkpoint_copies_each_byte_once(block):
+    ((held, copied, hazards),) = run_in_processes(copied_by_a_checkpoint, 1, args=(block,), timeout=120)
     assert held > 0
     assert held <= copied <= 1.01 * held
     assert hazards == []

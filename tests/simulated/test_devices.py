@@ -175,6 +175,7 @@ def loads_weights_to_devices() -> tuple[dict[str, set[str]], list[tuple[int, ...
     from safetensors.torch import load_file, save_file
 
     from drivetrain import OffloadedWeightsLoader, load_checkpoint_and_dispatch, load_checkpoint_in_model
+    from drivetrain.inference import load_state_dict
 
     sim = start(2)
     weights = {"0.weight": torch.arange(12.0).reshape(3, 4), "1.weight": torch.ones(2, 3)}
@@ -201,6 +202,8 @@ def loads_weights_to_devices() -> tuple[dict[str, set[str]], list[tuple[int, ...
         loader = OffloadedWeightsLoader(save_folder=folder, index=index, device="sim:1")
         sim.reset_clock()
         note("on access", {key: loader[key] for key in weights})
+        sim.reset_clock()
+        note("read whole", load_state_dict(path, {"": "sim:1"}))
         try:
             load_file(path, device="sim:1")
         except Exception as error:
@@ -210,8 +213,8 @@ def loads_weights_to_devices() -> tuple[dict[str, set[str]], list[tuple[int, ...
 
 def test_weights_are_loaded_straight_to_a_device():
     ((found, counted, refused),) = runs.of(loads_weights_to_devices)
-    assert found == {name: {"sim:1"} for name in ("dispatch", "in place", "on access")}
-    assert counted == [(2, 72)] * 3  # each weight is copied once
+    assert found == {name: {"sim:1"} for name in ("dispatch", "in place", "on access", "read whole")}
+    assert counted == [(2, 72)] * 4  # each weight is copied once
     assert "sim" in refused  # safetensors accepts only the names of devices that it knows
 
 
