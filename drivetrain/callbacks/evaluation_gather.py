@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.step_schedule import decide_on_main_process
-from drivetrain.runtime.collectives import BlockGather
+from drivetrain.runtime.collectives import gather_on_main
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import HostBlocks
@@ -112,39 +112,18 @@ def has_rows(values: Any, rows: int | None) -> bool:
     return isinstance(values, (list, tuple)) and len(values) == rows
 
 
-class SampleGather:
-    """Transfer of predictions and targets to the main process while the evaluation is still running.
-
-    Create it on all processes together. End it with `finish` or `abandon`.
-    """
-
-    def __init__(self, state: PartialState) -> None:
-        self._leaving, self._gather = HostBlocks(state), BlockGather(state)
-
-    def add(self, part: Part) -> None:
-        block = self._leaving.add(part)
-        if block:
-            self._gather.add(block)
-
-    def finish(self) -> list[Samples]:
-        """Wait for all predictions and targets. On the main process, return one `Samples` object per dataloader."""
-        block = self._leaving.take()
-        if block:
-            self._gather.add(block)
-        kept: dict[tuple[int, int, int], Part] = {}
-        parts: list[Part] = [part for block in self._gather.finish() for part in block]
-        for part in parts:
+def gathered(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
+    """Collect the parts of all processes. On the main process, return one `Samples` object per dataloader."""
+    kept: dict[tuple[int, int, int], Part] = {}
+    for block in gather_on_main(blocks):
+        for part in block:
             # Processes that share a shard hold the same samples.
             kept.setdefault((part.loader, part.step, part.shard), part)
-        # The sampler deals batches to the shards in turn, so (step, shard) is the order of the dataset.
-        loaders: dict[int, list[Part]] = {}
-        for key in sorted(kept):
-            loaders.setdefault(key[0], []).append(kept[key])
-        return [_samples_of(parts) for parts in loaders.values()]
-
-    def abandon(self) -> None:
-        """Stop gathering predictions after an error, without waiting for processes that may have ended."""
-        self._gather.abandon()
+    # The sampler deals batches to the shards in turn, so (step, shard) is the order of the dataset.
+    loaders: dict[int, list[Part]] = {}
+    for key in sorted(kept):
+        loaders.setdefault(key[0], []).append(kept[key])
+    return [_samples_of(parts) for parts in loaders.values()]
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
@@ -351,7 +330,7 @@ class EvaluationGather(Callback):
         self.select = select
         self.stages = tuple(stages)
         self.prog_bar = prog_bar
-        self._gather: SampleGather | None = None
+        self._leave()
 
     @property
     def state_key(self) -> str:
@@ -398,18 +377,16 @@ class EvaluationGather(Callback):
     def _begin(self, stage: str) -> None:
         self._leave()
         if stage in self.stages:
-            self._gather = SampleGather(PartialState())
+            self._leaving = HostBlocks(PartialState())
 
     def _leave(self) -> None:
-        if self._gather is not None:
-            # Without this, other processes would wait for samples of the interrupted evaluation.
-            self._gather.abandon()
-            self._gather = None
+        self._leaving: HostBlocks | None = None
+        self._blocks: list[list[Part]] = []  # on the host
 
     def _keep(
         self, trainer: Trainer, stage: str, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
-        if self._gather is None:
+        if self._leaving is None:
             return
         info = trainer.batch_info
         rows, keep = (None, None) if info is None else (info.rows, info.real_rows)
@@ -419,7 +396,8 @@ class EvaluationGather(Callback):
             None if targets is None else real_rows(targets, rows, keep, "targets"),
         )
         shard = trainer.strategy.topology.data_shard.index
-        self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
+        part = Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep))
+        self._blocks.append(self._leaving.add(part))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
         """Return a step's other outputs for the prediction file, such as sample IDs. Empty without a file."""
@@ -457,10 +435,10 @@ class EvaluationGather(Callback):
         return outputs, None
 
     def _finish(self, trainer: Trainer, task: Task, stage: str) -> None:
-        if self._gather is None:
+        if self._leaving is None:
             return
-        loaders = self._gather.finish()
-        self._gather = None
+        loaders = gathered([*filter(None, self._blocks), self._leaving.take()])
+        self._leave()
 
         def evaluate() -> dict[str, float]:
             values: dict[str, float] = {}

@@ -9,8 +9,6 @@ rank that differs, instead of a hang or wrong values.
 
 from __future__ import annotations
 
-import pickle
-import threading
 from collections.abc import Sequence
 from pickle import PicklingError
 from typing import Any
@@ -21,7 +19,6 @@ from torch import Tensor
 
 from drivetrain.runtime.collective_checks import call_collective, verify_operation
 from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError, nearest
-from drivetrain.runtime.process_group import group_timeout
 from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 
@@ -127,6 +124,34 @@ def gather_object(object: Any) -> list[Any]:
     except (PicklingError, AttributeError, TypeError) as error:  # pickle raises any of them for unpicklable objects
         raise cannot_be_sent("gather_object", state, error) from error
     return [item for each in collected for item in each]
+
+
+def gather_on_main(blocks: Sequence[Any]) -> list[Any]:
+    """Collect lists of picklable Python objects on the main process. All other processes get an empty list.
+
+    One object per process is sent at a time, so that the largest of them bounds the memory of the transfer.
+
+    Args:
+        blocks: The objects of this process. Their number may differ between processes.
+
+    Raises:
+        DataError: If an object cannot be pickled, or the main process cannot import its class.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return list(blocks)
+    if state.debug:
+        verify_operation("gather_on_main", None, state)
+    turns = max(count for (count,) in _exchange_integers([len(blocks)], state))
+    collected: list[Any] = []
+    for turn in range(turns):
+        received: list[Any] | None = [None] * state.num_processes if state.is_main_process else None
+        try:
+            call_collective("gather_on_main", state, dist.gather_object, blocks[turn : turn + 1], received)
+        except (PicklingError, AttributeError, TypeError) as error:
+            raise cannot_be_sent("gather_on_main", state, error) from error
+        collected += [block for each in received or () for block in each]
+    return collected
 
 
 def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> DataError:
@@ -353,127 +378,3 @@ def _check_rank(rank: int, state: PartialState) -> None:
         raise ConfigurationError(
             f"from_process={rank} is not a rank of this run, which has ranks 0 to {state.num_processes - 1}.",
         )
-
-
-# Results gathered on the main process during computation
-
-
-_OPERATION = "gather of results"
-_GROUP, _COUNT, _ABANDONED = "results_group", "results_gathers", "results_abandoned"
-_END, _LEFT = -1, -2  # sent instead of a block's size
-
-
-class BlockGather:
-    """Background transfer of results to the main process, block by block, while all ranks keep computing.
-
-    Each rank sends a pickled block as soon as it is added and does not wait for other ranks before `finish`. The ranks
-    may add different numbers of blocks. The main process receives in a thread, one block per rank and turn.
-
-    Create it on all ranks together, and end it with `finish` or `abandon`.
-    """
-
-    def __init__(self, state: PartialState) -> None:
-        self._state = state
-        self._blocks: list[Any] = []
-        self._sent: list[tuple[Any, Tensor]] = []
-        self._turns, self._ending, self._abandoned = threading.Semaphore(0), False, False
-        self._error: Exception | None = None
-        self._receiver: threading.Thread | None = None
-        if not state.use_distributed:
-            return
-        shared = PartialState.registry()
-        self._group = _results_group(state)
-        self._tag = shared[_COUNT] = shared.get(_COUNT, 0) + 1  # keeps out late messages of an abandoned gather
-        if state.is_main_process:
-            self._receiver = threading.Thread(target=self._receive_all, name="gather of results", daemon=True)
-            self._receiver.start()
-
-    def add(self, block: Any) -> None:
-        if not self._state.use_distributed or self._state.is_main_process:
-            self._blocks.append(block)
-            self._turns.release()
-            return
-        try:
-            content = pickle.dumps(block, protocol=pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # any of them for unpicklable objects
-            raise cannot_be_sent(_OPERATION, self._state, error) from error
-        self._send(torch.tensor([len(content)]))
-        self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-    def finish(self) -> list[Any]:
-        """Wait until all blocks have arrived. Return them on the main process, and an empty list on other ranks."""
-        if not self._state.use_distributed:
-            return self._blocks
-        if self._receiver is None:
-            self._send(torch.tensor([_END]))
-            for work, _ in self._sent:
-                call_collective(_OPERATION, self._state, work.wait)
-            return []
-        self._ending = True
-        self._turns.release()
-        self._receiver.join()
-        if self._error is not None:
-            raise self._error
-        return self._blocks
-
-    def abandon(self) -> None:
-        """End the transfer early after an error on this rank, without blocking ranks that still send or receive."""
-        self._abandoned = True
-        if not self._state.use_distributed:
-            return
-        if self._receiver is None:
-            self._send(torch.tensor([_LEFT]))
-        else:  # keeps receiving, so that no sender waits
-            self._ending = True
-            self._turns.release()
-        # Gloo reads the sent tensors until they are received or the group ends: keep them alive.
-        PartialState.registry().setdefault(_ABANDONED, []).append(self)
-
-    def _send(self, tensor: Tensor) -> None:
-        self._sent.append((dist.isend(tensor, 0, group=self._group, tag=self._tag), tensor))
-
-    def _receive_all(self) -> None:
-        try:
-            left = list(range(1, self._state.num_processes))
-            while left:
-                # One turn per block of this rank, so that the thread waits only for ranks that are behind.
-                if not self._ending:
-                    self._turns.acquire()
-                left = [rank for rank in left if self._receive(rank)]
-        except Exception as error:
-            self._error = error
-
-    def _receive(self, rank: int) -> bool:
-        """Receive the next block from a rank on the main process. Return False if the rank has no more blocks."""
-        size = int(self._received(torch.zeros(1, dtype=torch.int64), rank))
-        if size == _END:
-            return False
-        if size == _LEFT:
-            raise CollectiveError(f"{_OPERATION}: rank {rank} failed before its last block. See the rank's own error.")
-        content = self._received(torch.empty(size, dtype=torch.uint8), rank)
-        if self._abandoned:
-            return True
-        buffer: Any = content.numpy()
-        try:
-            self._blocks.append(pickle.loads(buffer))
-        except (pickle.UnpicklingError, AttributeError, TypeError, ImportError) as error:
-            raise cannot_be_sent(_OPERATION, self._state, error) from error
-        return True
-
-    def _received(self, tensor: Tensor, rank: int) -> Tensor:
-        call_collective(_OPERATION, self._state, dist.recv, tensor, rank, group=self._group, tag=self._tag)
-        return tensor
-
-
-def _results_group(state: PartialState) -> Any:
-    shared = PartialState.registry()
-    if _GROUP not in shared:
-        # A group of its own: the receiving thread must not disturb the order of the run's collectives.
-        shared[_GROUP] = dist.new_group(backend="gloo", timeout=group_timeout())
-        state.before_leaving(_forget_group)
-    return shared[_GROUP]
-
-
-def _forget_group() -> None:
-    for name in (_GROUP, _COUNT, _ABANDONED):
-        PartialState.registry().pop(name, None)

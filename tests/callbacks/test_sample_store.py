@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError, DataError, PartialState
-from drivetrain.callbacks.evaluation_gather import Part, SampleGather, Samples, real_rows, write_samples, writer_for
+from drivetrain.callbacks.evaluation_gather import Part, Samples, gathered, real_rows, write_samples, writer_for
 from tests.pool import run_in_processes
 
 
@@ -27,23 +27,20 @@ def parts_of_rank(batches: list[list[list[int]]], rank: int, shard: int | None =
     ]
 
 
-def collect(parts: list[Part], state: PartialState) -> list[Samples]:
-    gather = SampleGather(state)
-    for part in parts:
-        gather.add(part)
-    return gather.finish()
+def collect(parts: list[Part]) -> list[Samples]:
+    return gathered([parts[start : start + 64] for start in range(0, len(parts), 64)])
 
 
-def gathered(batches: list[list[list[int]]]) -> list[tuple[list[int], list[str]]]:
+def collected(batches: list[list[list[int]]]) -> list[tuple[list[int], list[str]]]:
     state = PartialState()
-    loaders = collect(parts_of_rank(batches, state.process_index), state)
+    loaders = collect(parts_of_rank(batches, state.process_index))
     return [(samples.predictions.tolist(), samples.targets) for samples in loaders]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_samples_come_back_once_and_in_the_order_of_the_data(world_size: int) -> None:
     batches = [[[0, 1, 2], [3, 4, 5], [6, 7]], [[10], [11], [12], [13], []]]
-    main, *others = run_in_processes(gathered, world_size, args=(batches,))
+    main, *others = run_in_processes(collected, world_size, args=(batches,))
     assert main == [
         (list(range(8)), [f"t{row}" for row in range(8)]),
         ([10, 11, 12, 13], ["t10", "t11", "t12", "t13"]),
@@ -53,13 +50,11 @@ def test_samples_come_back_once_and_in_the_order_of_the_data(world_size: int) ->
 
 def test_more_batches_than_one_exchange_takes_come_back_complete() -> None:
     batches = [[[number] for number in range(150)]]
-    assert run_in_processes(gathered, args=(batches,))[0][0][0] == list(range(150))
+    assert run_in_processes(collected, args=(batches,))[0][0][0] == list(range(150))
 
 
 def gathered_where_both_share_a_shard() -> list[int]:
-    state = PartialState()
-    parts = [Part(0, step, 0, (torch.tensor([step]), None)) for step in range(3)]
-    loaders = collect(parts, state)
+    loaders = collect([Part(0, step, 0, (torch.tensor([step]), None)) for step in range(3)])
     return loaders[0].predictions.tolist() if loaders else []
 
 
@@ -69,7 +64,7 @@ def test_processes_that_share_a_shard_count_once() -> None:
 
 def test_rows_of_differing_shapes_stay_a_list() -> None:
     parts = [Part(0, step, 0, (torch.ones(2, step + 1), None)) for step in range(2)]
-    (samples,) = collect(parts, PartialState())
+    (samples,) = collect(parts)
     assert [tuple(row.shape) for row in samples.predictions] == [(1,), (1,), (2,), (2,)]
     assert samples.targets is None
 
