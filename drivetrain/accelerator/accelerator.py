@@ -343,7 +343,7 @@ class StateSaving:
     @property
     def save_queue(self) -> checkpoint.SaveQueue:
         """Checkpoints that are still being written. `finish()` waits for them, and `check()` raises their errors."""
-        return self.run_state.saves
+        return checkpoint.save_queue(self.state)
 
     def save_state(
         self,

@@ -385,7 +385,6 @@ class RunState:
         prepared: The prepared and registered objects.
         save_hooks: Functions of the user that run before `save_state`, by handle number.
         load_hooks: Functions of the user that run before `load_state`, by handle number.
-        saves: The queue that writes checkpoints, one per process.
         moment: Returns the point in time that a save describes. Set by the Trainer, which may save within a step.
     """
 
@@ -405,7 +404,6 @@ class RunState:
         self.moment: Callable[[], Moment] = Moment
         self._state, self._numbered, self._tracking = state, numbered, tracking
         self._step = step
-        self.saves = save_queue(state)
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -474,7 +472,7 @@ class RunState:
         if observer.current is not None:
             directory = observer.current.directory(os.fspath(directory))
         shared, process = self.compose(engine, driver, own, moment)
-        return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
+        return save_queue(self._state).save(directory, shared, process, step=step, block=block, extra=extra)
 
     def compose(
         self,
@@ -569,7 +567,7 @@ class RunState:
         if observer.current is not None:
             directory = observer.current.saved_in(directory)
         # The checkpoint to load may still be in the queue of background saves.
-        self.saves.finish()
+        save_queue(self._state).finish()
         models = list(self.prepared.models)
         for hook in list(self.load_hooks.values()):
             hook(models, directory)

@@ -274,7 +274,7 @@ class Directories(CheckpointFormat):
                 task.on_save_checkpoint(shown)
             own = {"layout": layout_of(run.strategy), **({} if weights_only else snapshot.state_dict())}
             shared, process = run.compose(engine, driver, own, moment)
-            return (write or run.saves.save)(path, shared, process, step=step, block=block)
+            return (write or trainer.accelerator.save_queue.save)(path, shared, process, step=step, block=block)
 
 
 DIRECTORIES = Directories()
