@@ -81,10 +81,6 @@ class LocalRanks:
         self.stopped: set[int] = set()
         self.hang: RankFailure | None = None  # set if the watchdog has found a hang
 
-    @property
-    def pids(self) -> dict[int, int]:
-        return {local: process.pid for local, process in self._processes.items()}
-
     # State
 
     def poll(self) -> None:
@@ -531,15 +527,15 @@ class RankAgent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
+        global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self.ranks = LocalRanks(
             {local: handler.proc for local, handler in context.subprocess_handlers.items()},
-            {worker.local_rank: worker.global_rank for worker in worker_group.workers},
+            global_ranks,
             context.error_files,
             signal_all=self._signal_all,
         )
         if self._watchdog is not None:
-            global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            self._watchdog.start(self.ranks.pids, global_ranks, self.world_size)
+            self._watchdog.start(context.pids(), global_ranks, self.world_size)
         self.preempted = False
         self.lost = {}
         self._watching, self._stopping = True, False

@@ -21,13 +21,10 @@ class Invocation:
     options: tuple[str, ...]  # of the interpreter, to use for other ranks
 
     @classmethod
-    def current(cls) -> Invocation:
-        return cls.parse(sys.orig_argv[1:])
-
-    @classmethod
-    def parse(cls, arguments: Sequence[str]) -> Invocation:
+    def parse(cls, arguments: Sequence[str] | None = None) -> Invocation:
+        """Parse the arguments of a Python interpreter. None parses those of this one."""
         options: list[str] = []
-        rest = list(arguments)
+        rest = list(sys.orig_argv[1:] if arguments is None else arguments)
         while rest:
             given = rest.pop(0)
             if given == "--check-hash-based-pycs" and rest:

@@ -220,7 +220,7 @@ def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: s
         raise _rendezvous_failed(options, parameters, error) from error
     if not options.no_python:
         kind = "module" if options.module else "script"
-        script = [sys.executable, *Invocation.current().options, "-m", _WORKER, kind, *script]
+        script = [sys.executable, *Invocation.parse().options, "-m", _WORKER, kind, *script]
     program, *arguments = script
     address, port = parameters.endpoint.rsplit(":", 1)
     tee = options.tee if options.tee is not None else "3" if options.log_dir else "0"
@@ -579,7 +579,7 @@ def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -
         places = ["-f", hosts, "-n", str(total), "-ppn", str(here)]
     if options.no_python:
         return [program, *places, script, *args], variables
-    interpreter = [sys.executable, *Invocation.current().options]
+    interpreter = [sys.executable, *Invocation.parse().options]
     return [program, *places, *interpreter, *(["-m"] if options.module else []), script, *args], variables
 
 

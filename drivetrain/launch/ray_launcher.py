@@ -554,7 +554,7 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
     if options.no_python:
         return script
     kind = "module" if options.module else "script"
-    return [*Invocation.current().options, "-m", _WORKER, kind, *script]
+    return [*Invocation.parse().options, "-m", _WORKER, kind, *script]
 
 
 def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:

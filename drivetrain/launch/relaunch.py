@@ -40,7 +40,7 @@ def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
                 relaunch_script(num_processes=2, cpu=True)
         ```
     """
-    invocation = Invocation.current()
+    invocation = Invocation.parse()
     if (where := _why_not(invocation)) is not None:
         raise LaunchError(
             f"{num_processes} processes were requested, but {where}, so there is no script to run in each of them. "
