@@ -446,16 +446,16 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3337),
-    "callbacks": (34, 7620),
-    "checkpoint": (13, 3204),
+    "accelerator": (12, 3336),
+    "callbacks": (34, 7608),
+    "checkpoint": (13, 3175),
     "cli": (18, 1576),
     "compat": (192, 11780),
     "data": (14, 2997),
-    "inference": (24, 5733),
-    "launch": (15, 4233),
-    "runtime": (25, 3776),
-    "strategies": (59, 11092),
+    "inference": (24, 5900),
+    "launch": (15, 4227),
+    "runtime": (25, 3697),
+    "strategies": (59, 10975),
     "trackers": (18, 2959),
     "trainer": (47, 9745),
     "verification": (10, 1708),

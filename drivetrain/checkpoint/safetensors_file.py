@@ -6,9 +6,6 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -143,53 +140,3 @@ def _mapping(file: int) -> mmap.mmap:
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:  # the system reserves memory for all pages that could be changed
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-
-
-_RANGE = "_drivetrain_mapped"
-
-
-@dataclass(frozen=True)
-class MappedRange:
-    """Byte range of a memory-mapped file that serves as the memory of a tensor."""
-
-    file: MappedFile
-    start: int
-    end: int
-
-
-def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Mark a tensor with the byte range of the mapped file that it uses. `mapped_range` returns the mark."""
-    place = file.placed[name]
-    setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
-
-
-def forget_mapped(tensor: Tensor) -> None:
-    """Remove the record of `mark_mapped` from a tensor whose memory is no longer that of a mapped file."""
-    vars(tensor).pop(_RANGE, None)
-
-
-def mapped_range(tensor: Tensor) -> MappedRange | None:
-    """Return the byte range of a mapped file that a tensor uses, or None if it has its own memory."""
-    found = getattr(tensor, _RANGE, None)
-    return found if isinstance(found, MappedRange) else None
-
-
-_changes = attrgetter("_version")  # torch counts the changes in place
-
-
-def times_changed(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor, with which a later change can be detected."""
-    # Inference tensors have no version counter, and reading it would raise an error.
-    return 0 if tensor.is_inference() else int(_changes(tensor))
-
-
-def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
-    """Return a sorted list of byte ranges in mapped files, in which ranges that touch or overlap are joined."""
-    joined: list[MappedRange] = []
-    for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
-        last = joined[-1] if joined else None
-        if last is not None and last.file is each.file and each.start <= last.end:
-            joined[-1] = MappedRange(last.file, last.start, max(last.end, each.end))
-        else:
-            joined.append(each)
-    return joined

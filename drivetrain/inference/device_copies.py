@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.safetensors_file import MappedFile, MappedRange, mapped_range, merged, times_changed
-from drivetrain.inference.offloaded import Place, places_in
+from drivetrain.checkpoint.safetensors_file import MappedFile
+from drivetrain.inference.offloaded import MappedRange, Place, mapped_range, merged, places_in, times_changed
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
 

@@ -12,11 +12,18 @@ from torch import Tensor, nn
 
 from drivetrain import checkpoint as files
 from drivetrain.checkpoint.export import JoinedWeights, Weights, parse_dtype
-from drivetrain.checkpoint.safetensors_file import mapped_range, mark_mapped
 from drivetrain.checkpoint.tree import Entry, dtype_name
 from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, check_single_device, resolve_device_map
 from drivetrain.inference.meta import meta_leftovers
-from drivetrain.inference.offloaded import Place, like, named_places, persistent, write_offloaded
+from drivetrain.inference.offloaded import (
+    Place,
+    like,
+    mapped_range,
+    mark_mapped,
+    named_places,
+    persistent,
+    write_offloaded,
+)
 from drivetrain.inference.tensors import find_tied_parameters
 from drivetrain.runtime.devices import available_device_kinds, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest

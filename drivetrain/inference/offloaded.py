@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.export import Weights
-from drivetrain.checkpoint.safetensors_file import MappedFile, forget_mapped
+from drivetrain.checkpoint.safetensors_file import MappedFile
 from drivetrain.checkpoint.tree import Entry, aligned, bytes_of, dtype_name, layout
 from drivetrain.runtime.errors import CheckpointError
 
@@ -364,3 +365,56 @@ def write_offloaded(
     }
     save_offload_index(index, folder)
     return MappedFile(path)
+
+
+# Tensors whose memory is that of a mapped file
+
+
+_RANGE = "_drivetrain_mapped"
+
+
+@dataclass(frozen=True)
+class MappedRange:
+    """Byte range of a memory-mapped file that serves as the memory of a tensor."""
+
+    file: MappedFile
+    start: int
+    end: int
+
+
+def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
+    """Mark a tensor with the byte range of the mapped file that it uses. `mapped_range` returns the mark."""
+    place = file.placed[name]
+    setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
+
+
+def forget_mapped(tensor: Tensor) -> None:
+    """Remove the record of `mark_mapped` from a tensor whose memory is no longer that of a mapped file."""
+    vars(tensor).pop(_RANGE, None)
+
+
+def mapped_range(tensor: Tensor) -> MappedRange | None:
+    """Return the byte range of a mapped file that a tensor uses, or None if it has its own memory."""
+    found = getattr(tensor, _RANGE, None)
+    return found if isinstance(found, MappedRange) else None
+
+
+_changes = attrgetter("_version")  # torch counts the changes in place
+
+
+def times_changed(tensor: Tensor) -> int:
+    """Return the number of in-place changes of a tensor, with which a later change can be detected."""
+    # Inference tensors have no version counter, and reading it would raise an error.
+    return 0 if tensor.is_inference() else int(_changes(tensor))
+
+
+def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
+    """Return a sorted list of byte ranges in mapped files, in which ranges that touch or overlap are joined."""
+    joined: list[MappedRange] = []
+    for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
+        last = joined[-1] if joined else None
+        if last is not None and last.file is each.file and each.start <= last.end:
+            joined[-1] = MappedRange(last.file, last.start, max(last.end, each.end))
+        else:
+            joined.append(each)
+    return joined

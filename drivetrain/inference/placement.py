@@ -14,14 +14,22 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.checkpoint.export import open_weights
-from drivetrain.checkpoint.safetensors_file import mapped_range, mark_mapped
 from drivetrain.checkpoint.tree import Entry
 from drivetrain.inference import loading
 from drivetrain.inference.device_map import DeviceMap
 from drivetrain.inference.hooks import ModelHook, ModuleT, MoveGuard
 from drivetrain.inference.loading import Checkpoint, Location, fill_empty, listed, load_checkpoint_in_model
 from drivetrain.inference.meta import meta_leftovers
-from drivetrain.inference.offloaded import INDEX, FolderWeights, Place, like, named_places, write_offloaded
+from drivetrain.inference.offloaded import (
+    INDEX,
+    FolderWeights,
+    Place,
+    like,
+    mapped_range,
+    mark_mapped,
+    named_places,
+    write_offloaded,
+)
 from drivetrain.inference.streaming import StreamOptions, WeightStream
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.pytrees import find_device, send_to_device

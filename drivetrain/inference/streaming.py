@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.checkpoint.safetensors_file import mapped_range
 from drivetrain.inference.device_copies import DeviceCopies, MappedPages, groups_of
 from drivetrain.inference.hooks import MoveGuard, StreamedModelError
-from drivetrain.inference.offloaded import named_places
+from drivetrain.inference.offloaded import mapped_range, named_places
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError
 

@@ -24,8 +24,8 @@ from drivetrain import (
     load_checkpoint_and_dispatch,
 )
 from drivetrain.checkpoint import save_safetensors
-from drivetrain.checkpoint.safetensors_file import mapped_range
 from drivetrain.compat.aliases import install
+from drivetrain.inference.offloaded import mapped_range
 from tests.pool import run_in_processes
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start

@@ -27,7 +27,7 @@ from drivetrain import (
     prepare_pippy,
     quantize_model,
 )
-from drivetrain.checkpoint.safetensors_file import mapped_range
+from drivetrain.inference.offloaded import mapped_range
 from tests.inference.block_models import IDS, Blocks, empty, saved, seeded
 from tests.pool import run_in_processes
 

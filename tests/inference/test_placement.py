@@ -24,8 +24,8 @@ from drivetrain import (
     offload_state_dict,
     resolve_device_map,
 )
-from drivetrain.checkpoint.safetensors_file import mapped_range
 from drivetrain.inference import loading
+from drivetrain.inference.offloaded import mapped_range
 from tests.inference.block_models import IDS, Blocks, empty, saved, seeded
 
 CPU_ALONE = not torch.accelerator.is_available()
