@@ -254,10 +254,9 @@ _STAGES = {"validate": "val", "test": "test", "predict": "predict"}
 class EvaluationGather(Callback):
     """Callback that collects predictions from all processes, computes metrics over all samples, and writes a file.
 
-    The outputs of evaluation steps are moved to the CPU a few batches at a time, without padded rows, and sent to the
-    main process while evaluation continues. After the last batch the main process computes metrics over all samples
-    and writes a file. The results equal those of a run on one process, even for metrics that are not means over
-    batches, such as AUROC.
+    The outputs of evaluation steps are moved to the CPU a few batches at a time, without padded rows. After the last
+    batch they are sent to the main process, which computes metrics over all samples and writes a file. The results
+    equal those of a run on one process, even for metrics that are not means over batches, such as AUROC.
 
     Args:
         predictions: The key of the predictions in the dict that `validation_step`, `test_step` or `predict_step`
