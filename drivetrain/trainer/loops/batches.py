@@ -501,51 +501,46 @@ class TrainingBatches:
         A list is complete before its first micro-batch is processed, so its size is known. Each batch moves to the
         device only when it is processed.
         """
-        limit, progress = self.limit, self._progress
+        limit, size, progress = self.limit, self._trainer.accumulate_grad_batches, self._progress
         if progress.batches_in_epoch >= limit or progress.batches_are_done:
             return
-        self.mark()
-        self._feed = iter(
-            self._trainer.actions.iterate_training(self.loader.iterate_pending(limit, together=True), self.loader)
-        )
-        try:
-            yield from self._windows()
-        finally:
-            self._feed = iter(())  # ends the workers if the loader was not read to its end
-
-    def _windows(self) -> Iterator[list[PendingBatch]]:
-        limit, size, progress = self.limit, self._trainer.accumulate_grad_batches, self._progress
         skips, timing = self._trainer.control.batches_to_skip, self._trainer.timing
         index = progress.batches_in_epoch
         marks_steps = size > 1 or self._saves_within_steps
+        self.mark()
+        pending = self.loader.iterate_pending(limit, together=True)
+        self._feed = iter(self._trainer.actions.iterate_training(pending, self.loader))
         window: list[PendingBatch] = []
-        if timing.on:
-            timing.enter(DATA)
-        for batch in self._feed:
-            if skips and (progress.epoch, index) in skips:
+        try:
+            if timing.on:
+                timing.enter(DATA)
+            for batch in self._feed:
+                if skips and (progress.epoch, index) in skips:
+                    index += 1
+                    progress.batches_in_epoch = index
+                    progress.total_batches += 1
+                    continue
+                batch.batch_idx = index
+                window.append(batch)
                 index += 1
-                progress.batches_in_epoch = index
-                progress.total_batches += 1
-                continue
-            batch.batch_idx = index
-            window.append(batch)
-            index += 1
-            is_full = len(window) == size or batch.info.last or index == limit
-            del batch  # a second reference would keep its tensors during the step
-            if is_full:
-                if timing.on:
-                    timing.enter(IDLE)
+                is_full = len(window) == size or batch.info.last or index == limit
+                del batch  # a second reference would keep its tensors during the step
+                if is_full:
+                    if timing.on:
+                        timing.enter(IDLE)
+                    yield window
+                    index = max(index, progress.batches_in_epoch)  # a step may have read more through `following`
+                    window = []
+                    if index >= limit:
+                        return
+                    if marks_steps:
+                        self.mark()
+                    if timing.on:
+                        timing.enter(DATA)
+            if window:
                 yield window
-                index = max(index, progress.batches_in_epoch)  # a step may have read more through `following`
-                window = []
-                if index >= limit:
-                    return
-                if marks_steps:
-                    self.mark()
-                if timing.on:
-                    timing.enter(DATA)
-        if window:
-            yield window
+        finally:
+            self._feed = iter(())  # ends the workers if the loader was not read to its end
 
     def following(self, index: int) -> PendingBatch | None:
         """Return the next batch to a `training_step` that reads `dataloader_iter`, or None at the epoch's end."""
