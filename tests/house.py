@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3336),
-    "callbacks": (34, 7608),
+    "callbacks": (33, 7599),
     "checkpoint": (13, 3175),
     "cli": (18, 1576),
     "compat": (192, 11780),
@@ -455,9 +455,9 @@ ROOMS = {
     "inference": (24, 5900),
     "launch": (15, 4227),
     "runtime": (25, 3697),
-    "strategies": (59, 10975),
+    "strategies": (57, 10965),
     "trackers": (18, 2959),
-    "trainer": (47, 9745),
+    "trainer": (46, 9731),
     "verification": (10, 1708),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drivetrain import XLA, Accelerator, ConfigurationError
-from drivetrain.strategies.xla.bfloat16 import DOWNCAST_VARIABLE, Rounding
+from drivetrain.strategies.xla.strategy import DOWNCAST_VARIABLE, Rounding
 from tests.pool import run_in_processes
 from tests.strategies.xla.running import environment
 
