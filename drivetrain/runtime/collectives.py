@@ -140,14 +140,11 @@ def gather_on_main(blocks: Sequence[Any]) -> list[Any]:
     state = PartialState()
     if not state.use_distributed:
         return list(blocks)
-    if state.debug:
-        verify_operation("gather_on_main", None, state)
-    turns = max(count for (count,) in _exchange_integers([len(blocks)], state))
     collected: list[Any] = []
-    for turn in range(turns):
+    for turn in range(max(gather_object(len(blocks)))):
         received: list[Any] | None = [None] * state.num_processes if state.is_main_process else None
         try:
-            call_collective("gather_on_main", state, dist.gather_object, blocks[turn : turn + 1], received)
+            call_collective("gather_on_main", state, dist.gather_object, blocks[turn : turn + 1], received, dst=0)
         except (PicklingError, AttributeError, TypeError) as error:
             raise cannot_be_sent("gather_on_main", state, error) from error
         collected += [block for each in received or () for block in each]
