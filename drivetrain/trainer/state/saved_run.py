@@ -274,7 +274,8 @@ class Directories(CheckpointFormat):
                 task.on_save_checkpoint(shown)
             own = {"layout": layout_of(run.strategy), **({} if weights_only else snapshot.state_dict())}
             shared, process = run.compose(engine, driver, own, moment)
-            return (write or trainer.accelerator.save_queue.save)(path, shared, process, step=step, block=block)
+            write = write or checkpoint.save_queue(trainer.accelerator.state).save
+            return write(path, shared, process, step=step, block=block)
 
 
 DIRECTORIES = Directories()
