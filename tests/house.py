@@ -454,10 +454,10 @@ ROOMS = {
     "data": (14, 2997),
     "inference": (24, 5900),
     "launch": (15, 4227),
-    "runtime": (25, 3697),
+    "runtime": (25, 3694),
     "strategies": (57, 10965),
     "trackers": (18, 2959),
-    "trainer": (46, 9731),
+    "trainer": (46, 9732),
     "verification": (10, 1708),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
