@@ -446,7 +446,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3336),
+    "accelerator": (12, 3337),
     "callbacks": (33, 7599),
     "checkpoint": (13, 3175),
     "cli": (18, 1576),

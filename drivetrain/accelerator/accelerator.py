@@ -274,6 +274,7 @@ class ProcessControl:
 class StateSaving:
     """Mixin of `Accelerator` with the methods that save and load checkpoints."""
 
+    state: AcceleratorState
     run_state: RunState
     project_configuration: ProjectConfiguration
 

@@ -329,7 +329,8 @@ class EvaluationGather(Callback):
         self.select = select
         self.stages = tuple(stages)
         self.prog_bar = prog_bar
-        self._leave()
+        self._leaving: HostBlocks | None = None
+        self._blocks: list[list[Part]] = []  # on the host
 
     @property
     def state_key(self) -> str:
@@ -379,8 +380,7 @@ class EvaluationGather(Callback):
             self._leaving = HostBlocks(PartialState())
 
     def _leave(self) -> None:
-        self._leaving: HostBlocks | None = None
-        self._blocks: list[list[Part]] = []  # on the host
+        self._leaving, self._blocks = None, []
 
     def _keep(
         self, trainer: Trainer, stage: str, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
