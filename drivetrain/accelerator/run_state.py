@@ -87,6 +87,15 @@ class SavedEngine:
         process = None if own is None else process_in_schema(own)
         self.own: dict[str, Any] | None = None if process is None else process["driver"]
         self._random: Any = None if process is None else process["engine"]["random"]
+        self._take_positions(() if process is None else process["engine"].get("loaders", ()))
+
+    def _take_positions(self, own: Sequence[Mapping[str, Any] | None]) -> None:
+        """Replace the positions of loaders that read a part of their own by those that this process has saved."""
+        positions = self.engine.get("loaders", [])
+        for number, position in enumerate(positions):
+            if position.get("process"):
+                # Without a position of this process, the state of rank 0's loader must not be used.
+                positions[number] = (own[number] if number < len(own) else None) or {**position, "own": None}
 
     def _read(
         self, into: dict[str, Any] | None = None, only: Sequence[str] | None = None
@@ -493,7 +502,12 @@ class RunState:
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
         random = (moment or self.moment()).random or RandomState.capture()
-        return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
+        process: dict[str, Any] = {"random": random.state_dict()}
+        # A loader that reads a part of its own on each process has another position on each.
+        positions = [each if each.get("process") else None for each in engine.get("loaders", ())]
+        if any(positions):
+            process["loaders"] = positions
+        return shared, {"engine": process, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
         """Call the user's hooks, then save a checkpoint. Return the checkpoint's folder."""

@@ -349,10 +349,8 @@ class ReadyBatchesReader:
         head: list[tuple[Any, int | None]] = []
         consumed: int | None = 0 if counted else None
         close: Callable[[], None] = do_nothing
-        # If each process reads its own part, the state that rank 0 saved does not fit the other processes.
-        saved = position.own if counted or not several_processes() else None
         if not together and position.start is None:
-            iterator = own.resumed(saved, position.batches) or own.begun()
+            iterator = own.resumed(position.own, position.batches) or own.begun()
             batches, consumed = _skipping(iterator, position.batches, consumed, head, self._keep)
         else:
             now = [generator_state(each) for each in generators]
@@ -360,7 +358,7 @@ class ReadyBatchesReader:
                 set_generator_state(generator, state)
             separate = SeparateDraws(start)
             with separate.drawing():
-                resumed = own.resumed(saved, position.batches)
+                resumed = own.resumed(position.own, position.batches)
                 if resumed is not None:
                     batches, consumed = resumed, position.samples if counted else None
                     # Creating the iterator may have drawn from the generators in another order than at the start.

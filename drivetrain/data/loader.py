@@ -418,6 +418,7 @@ class PreparedLoader(DataLoader[Any]):
             "finished": False,
             "own": own(None) if own is not None and (self._exhausted or finished) else None,
             "group": self._group_size,
+            "process": self._own_process(),
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
@@ -453,11 +454,20 @@ class PreparedLoader(DataLoader[Any]):
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
         batches = self._batches_before(state["consumed"], int(state["batches"]))
         finished = bool(state.get("finished"))
-        # The user's loader can use its own state only if the position is after as many of its batches as before.
-        own = state.get("own") if finished or batches == int(state["batches"]) else None
+        # The user's loader can use its own state only if the position is after as many of its batches as before, and
+        # if the state is not that of another process's part.
+        fits = (finished or batches == int(state["batches"])) and state.get("process") == self._own_process()
+        own = state.get("own") if fits else None
         position = Position(batches, state["consumed"], start, own, state.get("group"))
         self._resume = position if position.batches or position.samples or start or own else None
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
+
+    def _own_process(self) -> list[int] | None:
+        """Return this process's rank and the number of processes, or None if every position fits all processes."""
+        if self.is_shared or not several_processes():
+            return None
+        state = PartialState()
+        return [state.process_index, state.num_processes]
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
         """Return how many of the loader's batches lie before a saved position. Batch sizes may have changed."""

@@ -132,6 +132,7 @@ def test_the_step_of_the_loggers_is_that_before_the_batchs_own(tmp_path: Path) -
         False,
         True,
     )
+    assert trainer._accelerator_connector._parallel_devices == [torch.device("cpu")] * trainer.num_devices
     with pytest.raises(AttributeError, match=r"_accelerator_connector\.parallel_devices is not here"):
         trainer._accelerator_connector.parallel_devices  # noqa: B018
 

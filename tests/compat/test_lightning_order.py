@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from drivetrain.compat.lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from drivetrain.compat.lightning.pytorch.trainer.conventions import interleaved
+from drivetrain.compat.lightning.pytorch.trainer.conventions import interleaved, with_batch_for_each
 from drivetrain.data import DataShard
 from tests.pool import run_in_processes
 
@@ -187,3 +187,97 @@ def test_a_loader_of_a_derived_class_is_read_in_that_order_too_unless_it_iterate
     assert list(interleaved(OwnLoader(range(SAMPLES), batch_size=2), shard, shuffle=False))[:2] == [[1, 3], [5, 7]]
     own = OwnOrder(range(SAMPLES), batch_size=2)
     assert interleaved(own, shard, shuffle=False) is own
+
+
+class Evaluates(LightningModule):
+    """Concatenates what this process has evaluated, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.read.append(batch)
+        self.log("mean", batch.float().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+    def on_validation_epoch_end(self) -> None:
+        self.read = torch.cat(self.read).tolist()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def few(folder: str, samples: int, batch_size: int, options: dict[str, Any]) -> list[Any]:
+    """What this process has evaluated by each verb, and the mean of all samples."""
+
+    def loader() -> Any:
+        return DataLoader(range(samples), batch_size=batch_size)  # type: ignore[arg-type]
+
+    found: list[Any] = []
+    for verb in ("validate", "test"):
+        task = Evaluates()
+        [logged] = getattr(trainer(folder, **options), verb)(task, loader(), verbose=False)
+        found.append((task.read, logged["mean"]))
+    predicted = trainer(folder, **options).predict(Evaluates(), loader())
+    return [*found, torch.cat(list(predicted)).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "parts"),
+    [(2, 4, ([0], [1])), (3, 4, ([0, 1], [2])), (5, 8, ([0, 1, 2], [3, 4])), (5, 4, ([0, 1, 2, 3], [4]))],
+)
+def test_each_process_evaluates_a_sample_of_a_loader_with_fewer_batches_than_processes(
+    tmp_path: Any, samples: int, batch_size: int, parts: tuple[list[int], list[int]]
+) -> None:
+    mean = (samples - 1) / 2
+    found = run_in_processes(few, 2, args=(str(tmp_path), samples, batch_size, {}))
+    assert found == [[(part, mean), (part, mean), part] for part in parts]
+
+
+@pytest.mark.parametrize(("samples", "count", "sizes"), [(5, 4, [1] * 5), (6, 3, [2, 2, 2]), (2, 3, [1, 1])])
+def test_batches_become_no_smaller_than_needed(samples: int, count: int, sizes: list[int]) -> None:
+    made = with_batch_for_each(DataLoader(range(samples), batch_size=64), DataShard(0, count))  # type: ignore[arg-type]
+    assert [len(batch) for batch in made] == sizes
+
+
+def test_loaders_with_batches_of_their_own_are_left_alone() -> None:
+    plain: Any = range(4)
+    for loader in (
+        DataLoader(plain, batch_size=2),
+        DataLoader(plain, batch_size=8, drop_last=True),
+        DataLoader(plain, batch_sampler=[[0, 1, 2, 3]]),
+        DataLoader(plain, batch_size=None),
+        DataLoader(Stream(), batch_size=8),
+        [torch.zeros(4)],
+    ):
+        assert with_batch_for_each(loader, DataShard(0, 2)) is loader
+
+
+class Draws(Reads):
+    """Draws a number in each step, on loaders that are made anew for every epoch."""
+
+    def on_fit_start(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.read.append([*batch.tolist(), torch.rand(()).item()])
+        return self.weight.sum()
+
+
+def test_numbers_drawn_after_a_loader_was_reloaded_are_those_of_lightning() -> None:
+    torch.manual_seed(SEED)
+    expected = []
+    for epoch in range(3):
+        loader = Draws(shuffle=True).train_dataloader()
+        if epoch:  # Lightning iterates over it when it is loaded, and again when the epoch begins
+            iter(loader)
+        expected += [[*batch.tolist(), torch.rand(()).item()] for batch in loader]
+    torch.manual_seed(SEED)
+    task = Draws(shuffle=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_epochs=3, accelerator="cpu", reload_dataloaders_every_n_epochs=1, **quiet).fit(task)
+    assert task.read == expected

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.compat.lightning.fabric.utilities import data
@@ -79,6 +79,35 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
     else:
         return loader
     return rebuilt(loader, loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
+
+
+def draw_seed_of(loader: Any) -> None:
+    """Draw the seed that a `DataLoader` draws when it is iterated.
+
+    Lightning creates an iterator twice for a training loader that is loaded after the first epoch. Random numbers of
+    the later steps would differ without this.
+    """
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not loader.num_workers:
+        iter(loader)
+
+
+def with_batch_for_each(loader: Any, shard: DataShard) -> Any:
+    """Return an evaluation loader with smaller batches if it has fewer batches than there are processes.
+
+    Otherwise a process would evaluate no sample, and code that concatenates its outputs would fail. A loader with fewer
+    samples than processes gets batches of one sample.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return loader
+    if type(loader.batch_sampler) is not BatchSampler or not isinstance(loader.sampler, Sized) or loader.drop_last:
+        return loader
+    samples, size = len(loader.sampler), loader.batch_size
+    if size is None or -(-samples // size) >= shard.count:
+        return loader
+    size = -(-samples // shard.count)
+    if -(-samples // size) < shard.count:
+        size = max(1, samples // shard.count)
+    return rebuilt(loader, loader.dataset, batch_size=size, sampler=loader.sampler, drop_last=False)
 
 
 class InterleavedOrder(InterleavingSampler):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from drivetrain.callbacks import EarlyStopping
@@ -34,7 +35,12 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     taken_from,
     with_external,
 )
-from drivetrain.compat.lightning.pytorch.trainer.conventions import interleaved, warn_of_loader
+from drivetrain.compat.lightning.pytorch.trainer.conventions import (
+    draw_seed_of,
+    interleaved,
+    warn_of_loader,
+    with_batch_for_each,
+)
 from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
@@ -153,11 +159,16 @@ class Trainer(LightningSaving):
     predict = lightning_verb(CoreTrainer.predict)
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Warn about a slow loader. Training ranks read every n-th sample if `use_distributed_sampler`."""
+        """Warn of a slow loader, and divide its samples as Lightning does unless `use_distributed_sampler` is False."""
         warn_of_loader(loader, stage, self.num_devices, self._spawns)
-        if stage is not Stage.TRAIN or not self.use_distributed_sampler:
+        if not self.use_distributed_sampler:
             return loader
-        return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
+        shard = self.strategy.topology.data_shard
+        if stage is not Stage.TRAIN:
+            return with_batch_for_each(loader, shard)
+        if self.current_epoch > 0:
+            draw_seed_of(loader)
+        return interleaved(loader, shard, shuffle=not self.overfit_batches)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """Return this rank's share of the data. An iterable dataset is not sharded, as it shards itself."""
@@ -329,6 +340,7 @@ class Trainer(LightningSaving):
         return ConnectorView(
             "_accelerator_connector",
             is_distributed=lambda: self.world_size > 1,
+            _parallel_devices=self._devices_of_machine,
             use_distributed_sampler=lambda: self.use_distributed_sampler,
             cluster_environment=lambda: self.strategy.cluster_environment,
             strategy=lambda: self.strategy,
@@ -402,6 +414,10 @@ class Trainer(LightningSaving):
         """Indices of this machine's devices in use."""
         index = self.strategy.root_device.index
         return [index] if self.num_devices == 1 and index is not None else list(range(self.num_devices))
+
+    def _devices_of_machine(self) -> list[torch.device]:
+        root = self.strategy.root_device
+        return [root if root.type == "cpu" else torch.device(root.type, number) for number in self.device_ids]
 
     @property
     def node_rank(self) -> int:
