@@ -647,6 +647,8 @@ class Preparation:
         stepped = self._precision.prepare_optimizer(optimizer)
         prepared = PreparedOptimizer(stepped, self._step, self._prepared, self._strategy)
         self._prepared.optimizers.append(prepared)
+        for model in self._prepared.models:
+            self._strategy.state.record_names(model, stepped)
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:

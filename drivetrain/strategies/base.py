@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -425,13 +426,16 @@ IMPLEMENTATION = ("fused", "foreach")
 """Keys of a parameter group that select the optimizer's implementation. They are not restored from checkpoints."""
 
 
-def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def named_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, former: Mapping[int, str] | None = None
+) -> dict[str, Any]:
     """Return an optimizer's state dict in which parameters are referred to by name instead of by index.
 
-    The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
+    The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`. `former` has the
+    names, by `id`, of parameters that may no longer belong to the model.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = _names_of(model, held, former)
     for parameter in (*held, *optimizer.state):
         if id(parameter) not in names:
             raise CheckpointError(
@@ -443,9 +447,21 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     return {"state": state, "param_groups": groups}
 
 
-def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer state dict in which parameters are referred to by name, as checkpoints store it."""
+def _names_of(
+    model: nn.Module, held: Sequence[nn.Parameter], former: Mapping[int, str] | None = None
+) -> dict[int, str]:
+    """Return the names of the model's parameters by `id`, and those of held parameters that it has replaced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    used = {names[id(parameter)] for parameter in held if id(parameter) in names}
+    replaced = {id(parameter): name for parameter in held if (name := (former or {}).get(id(parameter))) not in used}
+    return {**{key: name for key, name in replaced.items() if name is not None}, **names}
+
+
+def restore_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], former: Mapping[int, str] | None = None
+) -> None:
+    """Load an optimizer state dict in which parameters are referred to by name, as checkpoints store it."""
+    names = _names_of(model, [each for group in optimizer.param_groups for each in group["params"]], former)
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
     check_groups(here, saved, type(optimizer).__name__)
@@ -561,10 +577,18 @@ class ModelState:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self._former: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_old_names(cls, _OLD_STATE)
+
+    def record_names(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Record the names of an optimizer's parameters, to save the state of those that the model later replaces."""
+        names = {id(parameter): name for name, parameter in self.strategy.unwrap(model).named_parameters()}
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if all(each in names for each in held):
+            self._former[optimizer] = {each: names[each] for each in held}
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
         """Return a prepared model's state dict, without prefixes of wrappers. All processes must call this.
@@ -593,7 +617,7 @@ class ModelState:
             model: The model that `prepare` returned.
             optimizer: An optimizer over the model's parameters.
         """
-        return named_optimizer_state(self.strategy.unwrap(model), optimizer)
+        return named_optimizer_state(self.strategy.unwrap(model), optimizer, self._former.get(optimizer))
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load a full or sharded state dict into a model, whatever strategy has saved it.
@@ -616,7 +640,7 @@ class ModelState:
             optimizer: An optimizer over the model's parameters.
             state: The optimizer state by parameter name.
         """
-        restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
+        restore_optimizer_state(self.strategy.unwrap(model), optimizer, state, self._former.get(optimizer))
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters or shards that this process holds, by name. Changes to them change the model.
