@@ -57,7 +57,7 @@ from drivetrain.runtime.pytrees import recursively_apply, send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.base import Configured, PlacesBatches, joined, lay_out_state
+from drivetrain.strategies.base import Configured, PlacesBatches, joined, lay_out_state, record_names
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -648,7 +648,7 @@ class Preparation:
         prepared = PreparedOptimizer(stepped, self._step, self._prepared, self._strategy)
         self._prepared.optimizers.append(prepared)
         for model in self._prepared.models:
-            self._strategy.state.record_names(model, stepped)
+            record_names(self._strategy.unwrap(model), stepped)
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:

@@ -426,16 +426,13 @@ IMPLEMENTATION = ("fused", "foreach")
 """Keys of a parameter group that select the optimizer's implementation. They are not restored from checkpoints."""
 
 
-def named_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, former: Mapping[int, str] | None = None
-) -> dict[str, Any]:
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state dict in which parameters are referred to by name instead of by index.
 
-    The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`. `former` has the
-    names, by `id`, of parameters that may no longer belong to the model.
+    The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
     """
+    names = _names_of(model, optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = _names_of(model, held, former)
     for parameter in (*held, *optimizer.state):
         if id(parameter) not in names:
             raise CheckpointError(
@@ -447,21 +444,30 @@ def named_optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
-def _names_of(
-    model: nn.Module, held: Sequence[nn.Parameter], former: Mapping[int, str] | None = None
-) -> dict[int, str]:
+# By optimizer: the names of its parameters by `id`, when it was prepared.
+_first_names: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
+
+
+def record_names(model: nn.Module, optimizer: Optimizer) -> None:
+    """Record the names of an optimizer's parameters, to save the state of those that the model later replaces."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if all(each in names for each in held):
+        _first_names[optimizer] = {each: names[each] for each in held}
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Return the names of the model's parameters by `id`, and those of held parameters that it has replaced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    used = {names[id(parameter)] for parameter in held if id(parameter) in names}
-    replaced = {id(parameter): name for parameter in held if (name := (former or {}).get(id(parameter))) not in used}
-    return {**{key: name for key, name in replaced.items() if name is not None}, **names}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    used = {names[each] for each in held if each in names}
+    first = _first_names.get(optimizer, {})
+    return {**{each: first[each] for each in held if each in first and first[each] not in used}, **names}
 
 
-def restore_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], former: Mapping[int, str] | None = None
-) -> None:
+def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer state dict in which parameters are referred to by name, as checkpoints store it."""
-    names = _names_of(model, [each for group in optimizer.param_groups for each in group["params"]], former)
+    names = _names_of(model, optimizer)
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
     check_groups(here, saved, type(optimizer).__name__)
@@ -577,18 +583,10 @@ class ModelState:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self._former: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_old_names(cls, _OLD_STATE)
-
-    def record_names(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Record the names of an optimizer's parameters, to save the state of those that the model later replaces."""
-        names = {id(parameter): name for name, parameter in self.strategy.unwrap(model).named_parameters()}
-        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if all(each in names for each in held):
-            self._former[optimizer] = {each: names[each] for each in held}
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
         """Return a prepared model's state dict, without prefixes of wrappers. All processes must call this.
@@ -617,7 +615,7 @@ class ModelState:
             model: The model that `prepare` returned.
             optimizer: An optimizer over the model's parameters.
         """
-        return named_optimizer_state(self.strategy.unwrap(model), optimizer, self._former.get(optimizer))
+        return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load a full or sharded state dict into a model, whatever strategy has saved it.
@@ -640,7 +638,7 @@ class ModelState:
             optimizer: An optimizer over the model's parameters.
             state: The optimizer state by parameter name.
         """
-        restore_optimizer_state(self.strategy.unwrap(model), optimizer, state, self._former.get(optimizer))
+        restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters or shards that this process holds, by name. Changes to them change the model.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.base import Stage
@@ -171,9 +171,9 @@ class Trainer(LightningSaving):
         return interleaved(loader, shard, shuffle=not self.overfit_batches)
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return this rank's share of the data. An iterable dataset is not sharded, as it shards itself."""
+        """Return this rank's share of the data. Streams and iterables that are no `DataLoader` are not sharded."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-        return DataShard() if is_stream else super().shard_of(loader)
+        return DataShard() if is_stream or not isinstance(loader, DataLoader) else super().shard_of(loader)
 
     def choose_checkpoint(self, given: Any) -> Any:
         """Return the given checkpoint, or the one assigned to `ckpt_path`."""
