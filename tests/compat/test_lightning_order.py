@@ -281,3 +281,26 @@ def test_numbers_drawn_after_a_loader_was_reloaded_are_those_of_lightning() -> N
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(max_epochs=3, accelerator="cpu", reload_dataloaders_every_n_epochs=1, **quiet).fit(task)
     assert task.read == expected
+
+
+class Ready:
+    """Finished batches, in a loader that is not torch's."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(6).split(2))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def read_ready(folder: str) -> list[Any]:
+    task = Reads(False)
+    trainer(folder).fit(task, Ready())
+    evaluated = Evaluates()
+    trainer(folder).validate(evaluated, Ready(), verbose=False)
+    return [task.read, evaluated.read]
+
+
+def test_each_process_reads_all_of_an_iterable_that_is_no_loader_of_torch(tmp_path: Any) -> None:
+    found = run_in_processes(read_ready, 2, args=(str(tmp_path),))
+    assert found == [[2 * [[0, 1], [2, 3], [4, 5]], list(range(6))]] * 2
