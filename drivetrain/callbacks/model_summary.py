@@ -313,9 +313,12 @@ class ModelSummary(Callback):
         self.summarize_options = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
-        if trainer.is_global_zero and not trainer.fast_dev_run:
-            table = self.table_type(task, self.max_depth, trainer.strategy, trainer.accelerator.precision)
-            columns = table.columns()
+        if trainer.fast_dev_run:
+            return
+        table = self.table_type(task, self.max_depth, trainer.strategy, trainer.accelerator.precision)
+        # On every rank: the forward pass of a subclass may draw random numbers, and ranks must not drift apart.
+        columns = table.columns()
+        if trainer.is_global_zero:
             totals = (*table.parameters, table.megabytes, table.modes)
             self.summarize(columns, *totals, total_flops=table.total_flops, **self.summarize_options)
             if table.is_lazy:

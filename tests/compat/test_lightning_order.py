@@ -304,3 +304,26 @@ def read_ready(folder: str) -> list[Any]:
 def test_each_process_reads_all_of_an_iterable_that_is_no_loader_of_torch(tmp_path: Any) -> None:
     found = run_in_processes(read_ready, 2, args=(str(tmp_path),))
     assert found == [[2 * [[0, 1], [2, 3], [4, 5]], list(range(6))]] * 2
+
+
+class Samples(Draws):
+    """Its forward pass draws random numbers, also the one that measures an example input for the model summary."""
+
+    def __init__(self) -> None:
+        super().__init__(shuffle=False)
+        self.example_input_array = torch.zeros(1)
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs + torch.rand(1)
+
+
+def drawn_after_summary(folder: str) -> list[float]:
+    seed_everything(SEED, verbose=False)
+    task = Samples()
+    trainer(folder).fit(task)
+    return [step[-1] for step in task.read]
+
+
+def test_the_forward_pass_of_the_summary_draws_alike_on_all_processes(tmp_path: Any) -> None:
+    first, second = run_in_processes(drawn_after_summary, 2, args=(str(tmp_path),))
+    assert first == second
