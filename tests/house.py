@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3349),
-    "callbacks": (34, 7620),
+    "callbacks": (34, 7622),
     "checkpoint": (13, 3204),
     "cli": (18, 1576),
     "compat": (192, 11810),
