@@ -40,9 +40,7 @@ class RunTracking:
         trackers = resolve_trackers(
             self.log_with, save_dir=self.project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
         )
-        if observer.current is not None:
-            trackers = observer.current.trackers(trackers)
-        self.group = TrackerGroup(trackers, self.state.is_main_process)
+        self.group = TrackerGroup(observer.observed(trackers), self.state.is_main_process)
         states, self._states = self._states, ()
         self.group.load_state(states)
         self.group.open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -12,6 +12,10 @@ class Observer:
     Each method is called at one place of the engine, and by default changes nothing. Set `current` to an instance
     before the script creates its Accelerator or Trainer. Without an observer, nothing is called.
     """
+
+    def command_line(self, arguments: Sequence[str] | None) -> Sequence[str] | None:
+        """Return the arguments that a script's `TrainerCLI` parses, in place of `arguments`. None are the process's."""
+        return arguments
 
     def strategy(self) -> Any:
         """Return a strategy in place of the one that the script and the launcher choose, or None to keep it."""
@@ -64,3 +68,8 @@ class Observer:
 
 
 current: Observer | None = None
+
+
+def observed(trackers: list[Any]) -> list[Any]:
+    """Return the experiment trackers of a run, or those that the observer puts in their place."""
+    return trackers if current is None else current.trackers(trackers)

@@ -297,9 +297,7 @@ def make_trackers(
         found = []
     else:
         found = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
-    if observer.current is not None:
-        found = observer.current.trackers(found)
-    group = TrackerGroup(found, engine.tracking.group.is_main)
+    group = TrackerGroup(observer.observed(found), engine.tracking.group.is_main)
     if not engine.tracking.group.trackers:
         engine.tracking.group = group
     return group

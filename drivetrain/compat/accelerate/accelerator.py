@@ -27,6 +27,7 @@ from drivetrain.compat.accelerate.utils.dataclasses import GradientAccumulationP
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain.compat.accelerate.utils.other import without_wrappers
 from drivetrain.data import DataLoaderConfiguration, PreparedLoader, SkippingLoader, TailPolicy
+from drivetrain.runtime import observer
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.precision import Float16Mixed
@@ -285,7 +286,7 @@ class Accelerator(ReadMembers):
 
     @trackers.setter
     def trackers(self, trackers: Sequence[Tracker]) -> None:
-        self.tracking.group = TrackerGroup(list(trackers), self.is_main_process)
+        self.tracking.group = TrackerGroup(observer.observed(list(trackers)), self.is_main_process)
 
     @property
     def log_with(self) -> list[Any]:

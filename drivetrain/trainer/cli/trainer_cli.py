@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import yaml
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.runtime import observer
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.exports import package_version
@@ -490,7 +491,7 @@ class TrainerCLI:
                 f"command line are ignored: {sys.argv[1:]}."
             )
         if args is None or isinstance(args, list | tuple):
-            self.config = parser.parse_args(args)
+            self.config = parser.parse_args(args if observer.current is None else observer.current.command_line(args))
         else:
             self.config = parser.parse_object(args)
 

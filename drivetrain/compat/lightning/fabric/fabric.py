@@ -35,6 +35,7 @@ from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.spawning import call_spawned
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.data import DataShard
+from drivetrain.runtime import observer
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 from drivetrain.runtime.pytrees import recursively_apply, send_to_device
 from drivetrain.strategies import Strategy, started_by_verbs
@@ -434,6 +435,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         self._guard = BackwardGuard(_needs_own_backward(self.accelerator))
         self._callbacks = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
         self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers] if loggers else []
+        self._loggers = observer.observed(self._loggers)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:

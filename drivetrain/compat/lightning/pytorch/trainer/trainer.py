@@ -56,6 +56,7 @@ from drivetrain.compat.lightning.pytorch.trainer.views import (
 )
 from drivetrain.compat.lightning.strategy_members import record_driver, with_members
 from drivetrain.data import CombinedLoader, DataShard
+from drivetrain.runtime import observer
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import started_by_verbs
 from drivetrain.trackers import TrackerGroup
@@ -236,7 +237,7 @@ class Trainer(LightningSaving):
 
     @loggers.setter
     def loggers(self, loggers: Sequence[Any] | None) -> None:
-        self.tracker_group = TrackerGroup(as_loggers(list(loggers or [])), self.is_global_zero)
+        self.tracker_group = TrackerGroup(observer.observed(as_loggers(list(loggers or []))), self.is_global_zero)
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
