@@ -457,8 +457,8 @@ ROOMS = {
     "runtime": (25, 3776),
     "strategies": (59, 11105),
     "trackers": (18, 2959),
-    "trainer": (46, 9732),
-    "verification": (10, 1708),
+    "trainer": (47, 9745),
+    "verification": (10, 1772),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

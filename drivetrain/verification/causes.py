@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from drivetrain.verification.compare import Comparison, Difference, Run, difference, relative
+from drivetrain.verification.compare import Comparison, Difference, Run, difference, generators_apart, relative
 
 _CLOSE = 1e-3
 """Largest relative difference of numbers that count as equal in a diagnosis."""
@@ -88,7 +88,9 @@ def _nondeterminism(reference: Run, again: Run) -> Finding | None:
                     "Seed all random numbers (set_seed), including those of `random`, NumPy and own generators. "
                     "torch.use_deterministic_algorithms(True) names operations that are not deterministic."
                 )
-            return _finding(found, "nondeterminism", sentence, remedy, f"relative difference {found.size:.2g}")
+            apart = generators_apart(again, reference)
+            states = f"other states of random generators: {apart}" if apart else ""
+            return _finding(found, "nondeterminism", sentence, remedy, f"relative difference {found.size:.2g}", states)
     return None
 
 
@@ -284,14 +286,8 @@ def _explain_loss(compared: Comparison, first: Difference) -> Finding:
             "pass the number of rows to accelerator.backward(loss, weight=...).",
             evidence,
         )
-    if normalizations := subject.first.get("normalizations"):
-        return _finding(
-            first,
-            "batch normalization",
-            f"{', '.join(normalizations)} normalizes with the statistics of each process's own rows.",
-            "Trainer(sync_batchnorm=True), or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-            evidence,
-        )
+    if subject.first.get("normalizations"):
+        return _normalized(first, subject, evidence)
     if subject.first.get("unplaced"):
         return _finding(
             first,
@@ -309,6 +305,16 @@ def _explain_loss(compared: Comparison, first: Difference) -> Finding:
         "losses do, or depends on the batch size or the rank.",
         "Compute it over the rows of all processes: gather the embeddings with their gradients "
         "(torch.distributed.nn.functional.all_gather), and do not use the rank in the step.",
+        evidence,
+    )
+
+
+def _normalized(first: Difference, subject: Run, evidence: str) -> Finding:
+    return _finding(
+        first,
+        "batch normalization",
+        f"{', '.join(subject.first['normalizations'])} normalizes with the statistics of each process's own rows.",
+        "Trainer(sync_batchnorm=True), or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
         evidence,
     )
 
@@ -358,13 +364,7 @@ def _explain_gradients(compared: Comparison, first: Difference) -> Finding:
         return _scaled(compared, first, middle)
     wrong = [name for name in own if relative({name: own[name]}, {name: expected[name]})[0] > max(first.allowed, 1e-4)]
     if subject.first.get("normalizations"):
-        return _finding(
-            first,
-            "batch normalization",
-            f"{', '.join(subject.first['normalizations'])} normalizes with the statistics of each process's own rows.",
-            "Trainer(sync_batchnorm=True), or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-            f"largest difference in {first.name}",
-        )
+        return _normalized(first, subject, f"largest difference in {first.name}")
     return _finding(
         first,
         "other gradients",
@@ -457,12 +457,7 @@ def _explain_weights(compared: Comparison, first: Difference) -> Finding:
 
 def _explain_buffers(compared: Comparison, first: Difference) -> Finding:
     if compared.subject.first.get("normalizations") and first.name.endswith(("running_mean", "running_var")):
-        return _finding(
-            first,
-            "batch normalization",
-            f"{first.name} holds the statistics of one process's rows.",
-            "Trainer(sync_batchnorm=True), or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-        )
+        return _normalized(first, compared.subject, f"largest difference in {first.name}")
     return _own_buffer(first, f"{first.name} has another value than in {compared.reference.name}")
 
 
@@ -504,12 +499,23 @@ def _logged(compared: Comparison) -> Finding | None:
     return None
 
 
-def notes(runs: Iterable[Run]) -> list[str]:
-    """Return notes on how the runs were compared, as a list of sentences."""
-    firsts = [run.first for run in runs if run.ranks]
+def notes(compared: Comparison, again: Run) -> list[str]:
+    """Return what a reader should know of how runs were compared.
+
+    Args:
+        compared: The comparison.
+        again: The run on one process, a second time.
+    """
+    firsts = [run.first for run in (compared.subject, compared.reference, compared.single)]
     found = []
     if any(each.get("dropout") for each in firsts):
         found.append("Dropout was switched off in all runs, because its masks differ between processes.")
     if any(each.get("loaders") == 0 for each in firsts):
         found.append("No loader was passed to prepare, so rows could not be compared.")
+    # Only of equal runs: frameworks draw seeds of their own on several processes.
+    if apart := generators_apart(again, compared.single):
+        found.append(
+            f"Two runs on one process have other states of {apart}: the script seeds it differently each time. This "
+            "does not count as a difference, because random numbers of steps are replaced."
+        )
     return found

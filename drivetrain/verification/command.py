@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     help="Strategies in place of the script's: ddp, fsdp, pp2, deepspeed:3, fsdp+tp2.",
 )
 @click.option("--precision", metavar="NAME", help="Precision in place of the script's, such as bf16.")
+@click.option("--set", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the script's TrainerCLI.")
 @click.option("--uneven", is_flag=True, help="Cut epochs so that their last batch is not full.")
 @click.option("--resume", is_flag=True, help="Compare a run that is stopped and resumed with one that is not.")
 @click.option("--against", metavar="FLAGS", help="Compare with a run with these flags, in place of one process.")
@@ -62,7 +63,9 @@ def verify(given: tuple[str, ...], **options: Any) -> int:
 
     flags, script, arguments = _split(given)
     as_json, output = options.pop("as_json"), options.pop("output")
-    given_options = {name: value for name, value in options.items() if value is not None and value is not False}
+    given_options = {
+        name: value for name, value in options.items() if value is not None and value is not False and value != ()
+    }
     sizes, names = given_options.pop("world_sizes", None), given_options.pop("strategies", None)
     if sizes or (names and "," in names):
         _refuse_single_options(given_options)

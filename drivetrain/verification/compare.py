@@ -126,6 +126,20 @@ class Run:
         return self.first["steps"][step].get(name)
 
 
+def generators_apart(found: Run, expected: Run) -> str:
+    """Return the names of global random generators whose states differ between the first processes of two runs.
+
+    Each name is followed by the first step that differs. The text is empty if all states agree.
+    """
+    first: dict[str, int] = {}
+    for step, (own, other) in enumerate(zip(found.first["steps"], expected.first["steps"], strict=False)):
+        states, others = own.get("generators", {}), other.get("generators", {})
+        for name in states.keys() & others.keys():
+            if states[name] != others[name]:
+                first.setdefault(name, step)
+    return ", ".join(f"{name} generator from step {step} on" for name, step in sorted(first.items()))
+
+
 def _differ(one: Sequence[float], other: Sequence[float]) -> bool:
     # Ranks receive the same bits from an all-reduce. Norms of shards may be summed in other orders.
     return len(one) != len(other) or any(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import pickle
+import random
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from drivetrain.runtime import observer
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.memory import is_out_of_memory
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.trackers.base import Tracker
 from drivetrain.verification.loaders import counts_of, joined, rows_of, seed_of
@@ -29,6 +33,8 @@ from drivetrain.verification.row_random import RowRandom
 
 SAMPLES = 64
 """Number of elements that are recorded of each parameter and gradient."""
+_BLOCK = 2**18
+"""Number of elements whose squares are summed at once."""
 SEED = 20240
 """Seed of a script that sets none."""
 
@@ -47,6 +53,7 @@ class Recording:
         precision: Name of the precision in place of the script's, or None.
         uneven_over: Number of processes for which epochs are cut so that their last batch is not full, or None.
         stop_after: Number of steps after which the process gets SIGTERM, as from a cluster that needs the machine.
+        options: Options to add to the script's command line, which a `TrainerCLI` parses: `"model.layers=2"`.
         output: Folder for what the script saves in place of `folder`, or None.
         evaluation_batches: Largest number of batches of a loader that is not trained on.
     """
@@ -60,6 +67,7 @@ class Recording:
     precision: str | None = None
     uneven_over: int | None = None
     stop_after: int | None = None
+    options: Sequence[str] = ()
     output: str | None = None
     evaluation_batches: int = 8
 
@@ -112,13 +120,33 @@ def _elements(name: str, tensor: Tensor) -> list[float]:
     return values
 
 
-def _norm(tensor: Tensor) -> float:
-    if not tensor.numel():
+def norm_of(tensor: Tensor) -> float:
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if not flat.numel():
         return 0.0
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        tensor = tensor.double()
-    is_low = tensor.dtype in (torch.float16, torch.bfloat16)
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32 if is_low else None))
+    # Blocks fit into the cache where they are converted, and their sums keep more digits than one long sum in float32.
+    blocks = (block if block.dtype == torch.float64 else block.float() for block in flat.split(_BLOCK))
+    squares = torch.stack([torch.dot(block, block) for block in blocks])
+    return math.sqrt(math.fsum(squares.tolist()))
+
+
+def _common_factor(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Return the positive factor by which all values are larger than the others, or None if there is not one."""
+    largest = max(map(abs, others), default=0.0)
+    if not 0.0 < largest < math.inf:
+        return None
+    factor = max(map(abs, values)) / largest
+    is_common = all(abs(a - factor * b) <= 1e-6 * factor * largest for a, b in zip(values, others, strict=True))
+    return factor if is_common and factor > 0 else None
+
+
+def _generators() -> dict[str, str]:
+    """Return a digest of the state of each global random generator."""
+    states = {"Python's random": random.getstate(), "torch's": bytes(torch.get_rng_state().numpy())}
+    if "numpy" in sys.modules:
+        states["NumPy's"] = sys.modules["numpy"].random.get_state()
+    return {name: hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest() for name, state in states.items()}
 
 
 def strategy_of(spec: str) -> Any:
@@ -168,6 +196,7 @@ class Recorder(observer.Observer):
     _open: list[int] = field(default_factory=list)  # loaders that are being iterated, by number
     _loaders: list[Any] = field(default_factory=list)
     _training: set[int] = field(default_factory=set)
+    _has_command_line: bool = False
     _evaluated: bool = False  # since the last step
 
     @property
@@ -177,7 +206,15 @@ class Recorder(observer.Observer):
 
     # observer
 
+    def command_line(self, arguments: Sequence[str] | None) -> Sequence[str]:
+        self._has_command_line = True
+        given = sys.argv[1:] if arguments is None else arguments
+        return [*given, *(f"--{option}" for option in self.asked.options)]
+
     def strategy(self) -> Any:
+        if self.asked.options and not self._has_command_line:
+            self.record["ignores_options"] = True
+            self.finish()
         return None if self.asked.strategy is None else strategy_of(self.asked.strategy)
 
     def precision(self) -> str | None:
@@ -306,13 +343,14 @@ class Recorder(observer.Observer):
         for name, parameter in self._named():
             if id(parameter) in mine and parameter.grad is not None and name not in found:
                 gradient = _dense(_whole(parameter.grad))
-                found[name] = [_norm(gradient), *_elements(name, gradient)]
+                found[name] = [norm_of(gradient), *_elements(name, gradient)]
 
     def _norm_now(self, name: str, gradient: Tensor) -> float:
-        """Return a gradient's norm. If clipping left it unchanged, return the norm recorded before clipping."""
+        """Return the norm of a gradient before the step. If clipping has only scaled it, no second pass is needed."""
         norm, *elements = self._step.get("gradients", {}).get(name, [math.nan])
         gradient = _dense(_whole(gradient))
-        return norm if elements and _elements(name, gradient) == elements else _norm(gradient)
+        factor = _common_factor(_elements(name, gradient), elements)
+        return norm_of(gradient) if factor is None else factor * norm
 
     def _take_step(self, inner: Callable[..., bool], optimizer: Any, *args: Any, **named: Any) -> bool:
         self._see_start()
@@ -333,9 +371,10 @@ class Recorder(observer.Observer):
             factor = weights.divisor / max(float(weights.total), 1e-30)
             step["losses"] = [each * factor for each in step.get("losses", ())]
         step["skipped"] = not done
+        step["generators"] = _generators()
         step["weights"] = self._weights()
         step["buffers"] = {
-            name: [_norm(each), *_elements(name, each)]
+            name: [norm_of(each), *_elements(name, each)]
             for model in self._prepared.models
             for name, each in self._engine.weights.strategy.unwrap(model).named_buffers()
             if each.numel() and not each.is_complex()
@@ -397,6 +436,7 @@ def _main(options: str, script: str) -> None:
         raise
     except BaseException as error:
         problem = "".join(traceback.format_exception_only(error)).strip()
+        recorder.record["out_of_memory"] = is_out_of_memory(error)
         recorder.record["traceback"] = "".join(traceback.format_exception(error)).strip()
         raise
     finally:

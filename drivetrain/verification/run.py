@@ -52,6 +52,10 @@ class ScriptFailed(ComparisonError):
         return next((rank["traceback"] for rank in self.run.ranks if rank.get("traceback")), "")
 
 
+class OutOfMemory(ScriptFailed):
+    """Raised if a run of the script did not fit into memory."""
+
+
 class DifferentError(AssertionError):
     """Raised by `VerificationResult.assert_same` if the runs differ."""
 
@@ -111,7 +115,7 @@ class VerificationResult:
             precision,
             finding,
             table,
-            notes([subject, reference, comparison.single]),
+            notes(comparison, again),
             comparison,
         )
 
@@ -183,6 +187,7 @@ def verify(
     against: Sequence[str] | None = None,
     compare: str | os.PathLike[str] | None = None,
     record: str | os.PathLike[str] | None = None,
+    options: Sequence[str] = (),
     steps: int = STEPS,
     timeout: float = 600.0,
     progress: Callable[[str], Any] = lambda _: None,
@@ -214,6 +219,7 @@ def verify(
         against: Flags of a run to compare with in place of the one on one process.
         compare: Folder in which an earlier call has recorded its run, to compare with in place of one process.
         record: Folder to record this run in, for later calls with `compare`.
+        options: Options of the script's `TrainerCLI` to set in all runs, such as `["model.layers=2"]`.
         steps: Number of steps of each optimizer.
         timeout: Seconds after which a run is ended.
         progress: Called with a line before each run.
@@ -233,7 +239,8 @@ def verify(
             verify("train.py", ["--epochs", "1"], num_processes=2).assert_same()
         ```
     """
-    with _Runs.open(script, arguments, steps, timeout, progress, uneven) as runs:
+    common = {"options": options, "steps": steps, "timeout": timeout, "progress": progress, "uneven": uneven}
+    with _Runs.open(script, arguments, **common) as runs:
         given = _with_processes(list(flags), num_processes)
         return runs.judge(given, strategy, precision, resume=resume, against=against, compare=compare, record=record)
 
@@ -247,6 +254,7 @@ def verify_all(
     precision: str | None = None,
     uneven: bool = False,
     flags: Sequence[str] = (),
+    options: Sequence[str] = (),
     steps: int = STEPS,
     timeout: float = 600.0,
     progress: Callable[[str], Any] = lambda _: None,
@@ -261,6 +269,7 @@ def verify_all(
         precision: As for `verify`.
         uneven: As for `verify`.
         flags: As for `verify`.
+        options: As for `verify`.
         steps: As for `verify`.
         timeout: As for `verify`.
         progress: As for `verify`.
@@ -269,7 +278,8 @@ def verify_all(
         The result, or the error of a failed comparison, by strategy and number of processes.
     """
     found: dict[tuple[str, int], VerificationResult | ComparisonError] = {}
-    with _Runs.open(script, arguments, steps, timeout, progress, uneven) as runs:
+    common = {"options": options, "steps": steps, "timeout": timeout, "progress": progress, "uneven": uneven}
+    with _Runs.open(script, arguments, **common) as runs:
         for name in strategies:
             for count in world_sizes:
                 try:
@@ -310,6 +320,7 @@ class _Runs:
     Attributes:
         script: Path of the script.
         arguments: Arguments of the script.
+        options: Options of the script's `TrainerCLI` to set.
         folder: Folder for the records.
         steps: Number of steps to record.
         timeout: Seconds after which a run is ended.
@@ -320,6 +331,7 @@ class _Runs:
     script: str
     arguments: list[str]
     folder: Path
+    options: Sequence[str]
     steps: int
     timeout: float
     progress: Callable[[str], Any]
@@ -328,20 +340,17 @@ class _Runs:
 
     @classmethod
     @contextmanager
-    def open(
-        cls,
-        script: str | os.PathLike[str],
-        arguments: Sequence[str],
-        steps: int,
-        timeout: float,
-        progress: Callable[[str], Any],
-        uneven: bool,
-    ) -> Iterator[_Runs]:
+    def open(cls, script: str | os.PathLike[str], arguments: Sequence[str], **given: Any) -> Iterator[_Runs]:
         """Return a context manager that gives the runs a temporary folder."""
-        if steps < 1:
-            raise ConfigurationError(f"steps={steps} is not valid. Compare at least 1 step.")
         with tempfile.TemporaryDirectory(prefix="drivetrain_verify_", ignore_cleanup_errors=True) as folder:
-            yield cls(os.fspath(script), list(arguments), Path(folder), steps, timeout, progress, uneven)
+            yield cls(os.fspath(script), list(arguments), Path(folder), **given)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigurationError(f"steps={self.steps} is not valid. Compare at least 1 step.")
+        for option in self.options:
+            if "=" not in option:
+                raise ConfigurationError(f"--set {option} is not valid. Use NAME=VALUE, as in --set model.layers=2.")
 
     def judge(
         self,
@@ -361,6 +370,8 @@ class _Runs:
         self.progress(f"The script with {' '.join(flags)}")
         try:
             subject = self._resumed(flags, asked) if resume else self._run("the run", flags, **asked)
+        except OutOfMemory:
+            raise
         except ScriptFailed as error:
             if strategy is not None and "ConfigurationError:" in error.reason:
                 raise  # the strategy needs an option that the script does not set, such as a tp_plan
@@ -460,11 +471,13 @@ class _Runs:
             ComparisonError: The run failed or recorded nothing.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        options = folder / "recording.json"
-        options.write_text(json.dumps({"steps": self.steps, **asked, "folder": str(folder)}))
+        request = folder / "recording.json"
+        request.write_text(
+            json.dumps({"steps": self.steps, **asked, "options": list(self.options), "folder": str(folder)})
+        )
         command = [sys.executable, "-m", "drivetrain", "launch", "--hang_timeout", str(_HANG_SECONDS), *flags]
         process = subprocess.Popen(
-            [*command, "-m", "drivetrain.verification.record", str(options), self.script, *self.arguments],
+            [*command, "-m", "drivetrain.verification.record", str(request), self.script, *self.arguments],
             env={"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -484,6 +497,11 @@ class _Runs:
             _end(process)
             raise
         run = Run.read(folder, name)
+        if any(rank.get("ignores_options") for rank in run.ranks):
+            raise ComparisonError(
+                f"--set {self.options[0]} sets an option of a TrainerCLI, and the script creates none. Pass the "
+                "script's own arguments after its name."
+            )
         problem = next((rank["problem"] for rank in run.ranks if rank.get("problem")), "")
         if asked.get("stop_after") is not None:
             if process.returncode != RESUME_EXIT_CODE or not run.steps:
@@ -491,7 +509,8 @@ class _Runs:
         elif process.returncode or problem:
             reason = _reason(problem, errors, process.returncode)
             where = "on one process" if name == "one process" else f"with {' '.join(flags)}"
-            raise ScriptFailed(f"Run {where}, the script failed: {reason}", reason, run, _processes(list(flags)))
+            kind, said = _failure(run, reason, errors, process.returncode)
+            raise kind(f"Run {where}, the script {said}", reason, run, _processes(list(flags)))
         if not run.ranks or not run.steps:
             raise ComparisonError(_nothing_recorded(run))
         return run
@@ -507,11 +526,26 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def _failure(run: Run, reason: str, errors: str, code: int) -> tuple[type[ScriptFailed], str]:
+    """Return the exception to raise, and what happened to the script, with what the user can change."""
+    if any(rank.get("out_of_memory") for rank in run.ranks) or code == -signal.SIGKILL or "(SIGKILL)" in errors:
+        return OutOfMemory, (
+            "ran out of memory. One process holds the whole model and trains on the rows of all processes. Make them "
+            "smaller with the script's arguments (fewer rows or layers) or with --set, or pass --cpu if the CPU has "
+            "more memory."
+        )
+    if reason.startswith("EOFError"):
+        return ScriptFailed, "asked for input, but its stdin is closed. Pass what it asks for as arguments."
+    return ScriptFailed, f"failed: {reason}"
+
+
 def _reason(problem: str, errors: str, code: int) -> str:
     lines = [line.rstrip() for line in errors.splitlines() if line.strip()]
     if any("the run hangs" in line for line in lines):
         start = next(n for n, line in enumerate(lines) if "the run hangs" in line)
         return "\n".join([_HANGS, *lines[start : start + 40]])
+    if problem.startswith("exit code"):  # such as of a parser of options, which says why before
+        problem = next((line for line in reversed(lines) if line.startswith("error: ") or ": error: " in line), problem)
     return problem or (lines[-1] if lines else f"exit code {code}")
 
 

@@ -58,7 +58,7 @@ def _lightning(case: str, cause: str | None = None, quantity: str = "", step: in
 
 SOUND = [
     *map(_raw, ("plain", "sgd", "clipping", "accumulation", "no_shuffle", "drop_last", "generator", "noise", "stream")),
-    *map(_raw, ("batch_divided", "module_not_prepared", "parameter_outside_of_forward")),
+    *map(_raw, ("batch_divided", "module_not_prepared", "parameter_outside_of_forward", "clock_in_a_name")),
     *map(
         _task,
         ("plain", "vision_transformer", "clipped", "averaged", "augmented", "workers", "accumulated", "own_sampler"),
@@ -97,6 +97,7 @@ MISTAKES = [
     _raw("weights_on_a_rank", "drift", "weights", 1),
     _raw("seed_of_the_world", "initial weights", "initial weights"),
     _raw("schedule_of_processes", "scheduler", "learning rates", 1),
+    _raw("batch_divided_but_not_the_schedule", "scheduler", "learning rates", 1),
     _raw("buffer_of_each_rank", "buffer of one rank", "buffers"),
     _raw("metric_of_a_rank", "metric", "logged values"),
     _raw("data_of_the_clock", "nondeterminism", "rows"),
@@ -124,5 +125,8 @@ MISTAKES = [
 NOT_COMPARABLE = {
     "trains_nothing": "no Trainer or Accelerator",
     "fails": "Run on one process, the script failed: ValueError: the script's own mistake",
+    "asks": "the script asked for input, but its stdin is closed. Pass what it asks for as arguments.",
+    "too_large": "the script ran out of memory.",
+    "killed": "the script ran out of memory.",
 }
 """Arguments of `raw_loop.py` that make it impossible to compare runs, and what the message says."""

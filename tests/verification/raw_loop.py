@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import sys
 import time
 
@@ -61,7 +63,7 @@ def make_loader(accelerator: Accelerator) -> DataLoader:
         return DataLoader(Stream(x, y, rank, world), BATCH)
     if CASE == "stream":
         return DataLoader(Stream(x, y), BATCH)
-    if CASE == "batch_divided":
+    if CASE.startswith("batch_divided"):
         return DataLoader(data, 2 * BATCH // world, shuffle=True)
     if CASE == "data_of_the_clock":
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
@@ -103,11 +105,26 @@ def clip_what_is_here(model: nn.Module) -> None:
         part.mul_((0.05 / norm).clamp(max=1.0))
 
 
+def fail() -> None:
+    raise ValueError("the script's own mistake")
+
+
+_FAILURES = {
+    "fails": fail,
+    "asks": lambda: input("Learning rate: "),
+    "too_large": lambda: torch.empty(2**60, dtype=torch.uint8),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),  # as the kernel does if memory is exhausted
+}
+
+
 def main() -> None:
     set_seed(int(os.environ.get("VERIFY_SEED", "0")))
     steps = 2 if CASE in ("accumulation", "accumulation_divided") else 1
-    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    # The batch size shrinks with the number of processes, so the number of steps does not.
+    accelerator = Accelerator(gradient_accumulation_steps=steps, step_scheduler_per_process=CASE != "batch_divided")
     rank, world = accelerator.process_index, accelerator.num_processes
+    if CASE == "clock_in_a_name":
+        random.seed(time.time_ns())
     if CASE == "seed_of_the_world":
         torch.manual_seed(world)
     model = Model()
@@ -153,10 +170,10 @@ def main() -> None:
                     accelerator.clip_grad_norm_(model.parameters(), 0.02 * (world + 1))
                 elif CASE == "clipped_by_shard":
                     clip_what_is_here(model)
-                elif CASE in ("clipping", "fails"):
+                elif CASE == "clipping":
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                if CASE == "fails":
-                    raise ValueError("the script's own mistake")
+                if CASE in _FAILURES:
+                    _FAILURES[CASE]()
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -35,6 +35,7 @@ def made(processes: int) -> Run:
                     "clipped": 1.5,
                     "rates": [0.1 / (1 + step)],
                     "skipped": False,
+                    "generators": {"NumPy's": "a digest"},
                     "weights": {name: each[1:] for name, each in values.items()},
                     "buffers": {"seen": [3.0, 3.0]},
                 }
@@ -307,6 +308,24 @@ def test_a_script_that_is_not_deterministic_is_named_before_anything_else() -> N
 
     assert finding is not None
     assert (finding.cause, finding.step, finding.quantity) == ("nondeterminism", 1, "loss")
+
+
+def test_states_of_generators_are_no_difference_but_are_told() -> None:
+    single, seeded, scaled_too = made(1), made(1), made(1)
+    for run in (seeded, scaled_too):
+        at(2, lambda step, rank: step.update(generators={"NumPy's": "another"}))(run)
+    at(2, scaled("gradients", 1.5))(scaled_too)
+    compared = Comparison(made(2), single, single, made(1))
+
+    same = VerificationResult.of(compared, seeded, "32")
+    different = VerificationResult.of(compared, scaled_too, "32")
+
+    assert same.is_same
+    assert "other states of NumPy's generator from step 2 on" in same.notes[0]
+    assert different.finding is not None
+    assert different.finding.cause == "nondeterminism"
+    assert "other states of random generators: NumPy's generator from step 2 on" in different.finding.evidence
+    assert VerificationResult.of(compared, made(1), "32").notes == []
 
 
 def test_differences_are_relative_to_the_size_of_a_tensor() -> None:

@@ -74,6 +74,7 @@ def test_a_script_that_trains_nothing_is_refused() -> None:
         (["--world-sizes", "1,x", RAW], "Use numbers such as 1,2,4"),
         (["--world-sizes", "1,2", "--record", "x", RAW], "--record compares one run"),
         (["-m", "module"], "Pass the path of the file"),
+        (["--set", "layers", RAW, "plain"], "Use NAME=VALUE, as in --set model.layers=2"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments: list[str], message: str) -> None:
@@ -110,7 +111,36 @@ def test_what_cannot_be_compared_says_why(case: str) -> None:
     assert run.returncode == 2
     assert run.stderr.count("Could not be compared.") == 1
     assert NOT_COMPARABLE[case] in run.stderr
-    assert ("raw_loop.py" in run.stderr) == (case == "fails")  # the traceback shows the script's line
+    assert ("raw_loop.py" in run.stderr) == (case in ("fails", "asks", "too_large"))  # the script's line, if it raised
+    assert ("with --set" in run.stderr) == (case in ("too_large", "killed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--set", "model.width=8", "command_line.py", "fit"], 0, "the numbers of one process"),
+        (["--set", "model.width=8", "command_line.py", "in_code"], 0, "the numbers of one process"),
+        (["--set", "model.width=9", "command_line.py", "fit"], 2, "a width of 9 is odd"),
+        (
+            ["--set", "model.layers=9", "command_line.py", "fit"],
+            2,
+            "failed: error: Unrecognized arguments: --model.layers=9",
+        ),
+        (
+            ["--set", "model.width=8", "raw_loop.py", "plain"],
+            2,
+            "sets an option of a TrainerCLI",
+        ),
+    ],
+)
+def test_options_are_set_in_a_scripts_command_line(arguments: list[str], code: int, message: str) -> None:
+    *options, script, case = arguments
+
+    run = command("--steps", "2", "--cpu", *options, str(HERE / script), case)
+
+    assert run.returncode == code, run.stdout + run.stderr
+    assert message in run.stdout + run.stderr
 
 
 @pytest.mark.slow
