@@ -93,7 +93,9 @@ class RowRandom(TorchFunctionMode):
         if dimension is None and result.dim() and rows and result.shape[0] % rows == 0:
             dimension = 0
         if dimension is None:
-            self.unplaced.add(f"{getattr(func, '__name__', func)}{tuple(result.shape)}")
+            # A single random integer is the seed of a loader that is created within the step.
+            if result.dim() or func is not Tensor.random_:
+                self.unplaced.add(f"{getattr(func, '__name__', func)}{tuple(result.shape)}")
             parts, per = [result], 0
             keys = [f"batch {self._batch}"]
         else:

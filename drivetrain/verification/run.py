@@ -545,7 +545,9 @@ def _reason(problem: str, errors: str, code: int) -> str:
         start = next(n for n, line in enumerate(lines) if "the run hangs" in line)
         return "\n".join([_HANGS, *lines[start : start + 40]])
     if problem.startswith("exit code"):  # such as of a parser of options, which says why before
-        problem = next((line for line in reversed(lines) if line.startswith("error: ") or ": error: " in line), problem)
+        printed = [line for line in lines if not line.startswith("drivetrain: ")]
+        said = next((line for line in reversed(printed) if line.startswith("error: ") or ": error: " in line), "")
+        problem = said or "\n".join([problem, *printed[-5:]])
     return problem or (lines[-1] if lines else f"exit code {code}")
 
 
