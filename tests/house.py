@@ -458,7 +458,7 @@ ROOMS = {
     "strategies": (59, 11105),
     "trackers": (18, 2959),
     "trainer": (47, 9745),
-    "verification": (10, 1772),
+    "verification": (10, 1775),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

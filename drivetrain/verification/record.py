@@ -126,7 +126,7 @@ def norm_of(tensor: Tensor) -> float:
     if not flat.numel():
         return 0.0
     # Blocks fit into the cache where they are converted, and their sums keep more digits than one long sum in float32.
-    blocks = (block if block.dtype == torch.float64 else block.float() for block in flat.split(_BLOCK))
+    blocks = (block if block.dtype == torch.float64 else block.float() for block in torch.split(flat, _BLOCK))
     squares = torch.stack([torch.dot(block, block) for block in blocks])
     return math.sqrt(math.fsum(squares.tolist()))
 
