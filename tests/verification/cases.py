@@ -58,14 +58,14 @@ def _lightning(case: str, cause: str | None = None, quantity: str = "", step: in
 
 SOUND = [
     *map(_raw, ("plain", "sgd", "clipping", "accumulation", "no_shuffle", "drop_last", "generator", "noise", "stream")),
-    *map(_raw, ("batch_divided", "module_not_prepared", "parameter_outside_of_forward", "clock_in_a_name")),
+    *map(_raw, ("batch_divided", "module_not_prepared", "parameter_outside_of_forward", "clock_in_a_name", "epochs")),
     *map(
         _task,
         ("plain", "vision_transformer", "clipped", "averaged", "augmented", "workers", "accumulated", "own_sampler"),
     ),
-    *map(_task, ("language", "language_accumulated", "tied", "gan")),
-    *map(_accelerate, ("plain", "bf16", "accumulation", "no_clipping")),
-    *map(_lightning, ("plain", "clipped")),
+    *map(_task, ("language", "language_accumulated", "tied", "gan", "epochs")),
+    *map(_accelerate, ("plain", "bf16", "accumulation", "no_clipping", "epochs")),
+    *map(_lightning, ("plain", "clipped", "epochs_without_a_seed")),
     *(
         Case(script, case, flags=("--strategies", strategy, "--precision", precision))
         for script, case in (("raw_loop.py", "plain"), ("trainer_task.py", "vision_transformer"))

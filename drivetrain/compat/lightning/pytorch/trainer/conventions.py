@@ -17,6 +17,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_war
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.data import CombinedLoader, DataShard, InterleavingSampler, PendingBatch, rebuilt
 from drivetrain.data.combined import is_structure
+from drivetrain.runtime import observer
 from drivetrain.runtime.collectives import broadcast_object_list, gather_object
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import CALLBACKS
@@ -72,7 +73,11 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
     if type(loader).__iter__ is not DataLoader.__iter__ or isinstance(loader.sampler, DistributedSampler):
         return loader
     seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    if type(loader.sampler) in (RandomSampler, SequentialSampler):
+    sampler: InterleavingSampler
+    if observer.current is not None and type(loader.sampler) is RandomSampler:
+        # An observer compares the run with one process, and gives both the same order.
+        sampler = InterleavedOrder(observer.current.loader(loader).sampler, shard, False, seed)
+    elif type(loader.sampler) in (RandomSampler, SequentialSampler):
         sampler = InterleavingSampler(loader.dataset, shard, shuffle, seed)
     elif isinstance(loader.sampler, Sized):
         sampler = InterleavedOrder(loader.sampler, shard, shuffle, seed)
