@@ -446,18 +446,18 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3349),
-    "callbacks": (34, 7622),
-    "checkpoint": (13, 3204),
+    "accelerator": (12, 3347),
+    "callbacks": (33, 7601),
+    "checkpoint": (13, 3175),
     "cli": (18, 1576),
-    "compat": (192, 11810),
+    "compat": (192, 11818),
     "data": (14, 3003),
-    "inference": (24, 5733),
-    "launch": (15, 4233),
-    "runtime": (25, 3776),
-    "strategies": (59, 11105),
+    "inference": (24, 5774),
+    "launch": (15, 4227),
+    "runtime": (25, 3698),
+    "strategies": (57, 11095),
     "trackers": (18, 2959),
-    "trainer": (47, 9745),
+    "trainer": (46, 9731),
     "verification": (10, 1775),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
