@@ -13,6 +13,9 @@ class Observer:
     before the script creates its Accelerator or Trainer. Without an observer, nothing is called.
     """
 
+    leaves_empty: bool = False
+    """True to leave models that are built on the meta device there, without values, when they are prepared."""
+
     def command_line(self, arguments: Sequence[str] | None) -> Sequence[str] | None:
         """Return the arguments that a script's `TrainerCLI` parses, in place of `arguments`. None are the process's."""
         return arguments
@@ -73,3 +76,8 @@ current: Observer | None = None
 def observed(trackers: list[Any]) -> list[Any]:
     """Return the experiment trackers of a run, or those that the observer puts in their place."""
     return trackers if current is None else current.trackers(trackers)
+
+
+def leaves_empty() -> bool:
+    """Return True if an observer asks strategies to leave models on the meta device, without values."""
+    return current is not None and current.leaves_empty

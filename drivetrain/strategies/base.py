@@ -20,6 +20,7 @@ from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, known_keywords
+from drivetrain.runtime.observer import leaves_empty
 from drivetrain.runtime.pytrees import TensorInformation, is_tensor_information, recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.precision import Precision
@@ -845,7 +846,7 @@ class Strategy(ABC):
         # Recorded before the move: optimizers must not hold parameters that moving or converting has replaced.
         before = dict(self.unwrap(model).named_parameters())
         converted = precision.convert(model)
-        placed = move_model(converted, self.topology.device) if move else converted
+        placed = move_model(converted, self.topology.device) if move and not leaves_empty() else converted
         keep_optimizers(before, placed, optimizers or ())
         return placed, list(optimizers or ())
 

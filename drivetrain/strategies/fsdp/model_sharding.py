@@ -26,6 +26,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.observer import leaves_empty
 from drivetrain.strategies.base import Topology
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.materialise import Materialiser, load_weights, parameters_on_meta, take_values
@@ -392,6 +393,8 @@ class ModelSharder:
 
         If every process has built the model, rank 0's values are used, as in DDP.
         """
+        if leaves_empty():
+            return None
         here = any(parameter.is_meta for parameter in model.parameters())
         # All processes must take the same branch, even if only some of them have built the model.
         anywhere = here
@@ -407,6 +410,9 @@ class ModelSharder:
     def _give_values(
         self, model: nn.Module, values: dict[tuple[int, str], Any] | None, replicated: frozenset[nn.Parameter]
     ) -> None:
+        if leaves_empty():
+            self.average(model, replicated)
+            return
         materialiser = Materialiser(
             self._topology.device, self._topology.environment.rank, self._topology.environment.is_distributed
         )

@@ -11,6 +11,7 @@ from torch import nn
 
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.observer import leaves_empty
 from drivetrain.strategies.base import Topology
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.model_sharding import GradientAveraging
@@ -51,7 +52,7 @@ class WholeModelPlacer:
             return known
         model = precision.convert(model)
         # Broadcast before the split: afterwards the ranks hold different shards, and rank 0's would overwrite them.
-        if self._topology.environment.is_distributed:
+        if self._topology.environment.is_distributed and not leaves_empty():
             with torch.no_grad():
                 broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         if move:

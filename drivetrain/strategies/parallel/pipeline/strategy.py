@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.observer import leaves_empty
 from drivetrain.runtime.seeds import isolated_random_state, own_generator, sample_seed, seed_all_generators
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import MicroBatch, Output, StateDict, Strategy, Topology, View
@@ -140,7 +141,8 @@ class TrainingWindow:
         """
         drawn = [int(torch.randint(2**62, (), generator=self._generator))]
         # An object is sent between CPUs, so that no stage waits for its device.
-        dist.broadcast_object_list(drawn, group=self._place.group, group_src=0)
+        if not leaves_empty():
+            dist.broadcast_object_list(drawn, group=self._place.group, group_src=0)
         return [sample_seed(drawn[0], 0, index) for index in range(count)]
 
     @contextmanager
@@ -353,8 +355,9 @@ class Pipeline(Strategy):
             self._take(SplitModel.found_in(self.unwrap(known), self._options, self._place))
             return known
         model = precision.convert(model)
-        with torch.no_grad():
-            broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+        if not leaves_empty():
+            with torch.no_grad():
+                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         units = self._stage_placer.units(model)
         split, elsewhere = self._split(model, precision)
         if move:
