@@ -247,7 +247,8 @@ void count_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking)
   check_write(allocation_of(to), stream, start, "copy");
   if (direction == kDirections) state().kernels += 1;
   double rate = direction == kDirections ? state().kernel_rate : state().copy_rate[direction];
-  double end = start + seconds(bytes, rate);
+  // A copy within a device is a kernel, which reads and writes.
+  double end = start + seconds(direction == kDirections ? bytes + static_cast<int64_t>(to.nbytes()) : bytes, rate);
   state().streams[stream] = end;
   if (direction == kBetween) state().streams[stream_of(from.device().index())] = end;
   mark_read(allocation_of(from), stream, end);
@@ -573,7 +574,7 @@ bool has_mask(const std::vector<at::Tensor>& tensors) {
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   auto first = stack->size() - schema.arguments().size();
-  std::vector<at::Tensor> read, written, results;
+  std::vector<at::Tensor> read, written, results, changed;
   bool has_generator = false;
   for (size_t number = 0; number < schema.arguments().size(); ++number) {
     auto* alias = schema.arguments()[number].alias_info();
@@ -582,6 +583,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     bool statistics = schema.name() == "aten::native_batch_norm" && (number == 3 || number == 4) &&
         (*stack)[first + 5].toBool();
     collect(value, statistics || (alias && alias->isWrite()) ? written : read);
+    if (alias && alias->isWrite() && !schema.arguments()[number].is_out()) collect(value, changed);
     if (statistics && value.isTensor() && value.toTensor().defined()) value = on_cpu(value.toTensor());
     if (value.isGenerator() && value.toGenerator().defined()) {
       has_generator = true;
@@ -617,8 +619,12 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     collect((*stack)[number], results);
   Lock lock(state().mutex);
   int64_t bytes = 0;
-  for (auto* tensors : {&read, &written, &results})
+  // What an operation changes in place is read and written. Results may be tensors that it has written.
+  for (auto* tensors : {&read, &written, &changed})
     for (auto& tensor : *tensors) bytes += static_cast<int64_t>(tensor.nbytes());
+  for (auto& tensor : results)
+    if (std::none_of(written.begin(), written.end(), [&](auto& each) { return each.is_same(tensor); }))
+      bytes += static_cast<int64_t>(tensor.nbytes());
   double end = start + seconds(bytes, state().kernel_rate);
   state().streams[stream] = end;
   state().kernels += 1;
