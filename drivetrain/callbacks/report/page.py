@@ -84,6 +84,7 @@ class PageParts:
         traceback: The traceback of the exception that ended the run.
         figures: Names and values of key figures.
         spent: The parts of the run's time: label, percentage and color class.
+        sections: Headings, each with HTML of its own, in front of the charts.
         tables: Tables with `title`, `columns`, `rows` of a `name` and `cells`, and a `note`.
         images: The images that the run has logged, by name and step.
         logged: The tables that the run has logged.
@@ -103,6 +104,7 @@ class PageParts:
     traceback: str = ""
     figures: Rows = field(default_factory=list)
     spent: Sequence[tuple[str, str, str]] = ()
+    sections: Sequence[tuple[str, Markup]] = ()
     tables: Sequence[Mapping[str, Any]] = ()
     images: Images = field(default_factory=dict)
     logged: Sequence[LoggedTable] = ()
@@ -164,6 +166,8 @@ def _ending(parts: PageParts) -> Iterator[Markup]:
 def _main(parts: PageParts, charts: Sequence[Chart]) -> Iterator[Markup]:
     if parts.spent:
         yield from _spent_bars(parts.spent)
+    for heading, content in parts.sections:
+        yield joined([element("h2", heading), content], "\n")
     yield from _charts(charts)
     for table in parts.tables:
         yield from _table(table)
@@ -226,14 +230,8 @@ def _tools() -> Markup:
     slider = element("input", type="range", id="smoothing", min="0", max="0.99", step="0.01", value="0")
     axes = (element("option", label, value=unit) for unit, label in _AXES)
     smoothing = element("label", "Smoothing ", slider, element("output"))
-    return element(
-        "div",
-        smoothing,
-        element("label", "x axis ", element("select", *axes, id="axis")),
-        class_="tools",
-        id="tools",
-        hidden="hidden",
-    )
+    axis = element("label", "x axis ", element("select", *axes, id="axis"))
+    return element("div", smoothing, axis, class_="tools", id="tools", hidden="hidden")
 
 
 def _table(table: Mapping[str, Any], heading: str = "h2") -> Iterator[Markup]:
