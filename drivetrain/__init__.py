@@ -165,6 +165,7 @@ _EXPORTS: dict[str, str] = {
     "DataError": "drivetrain.runtime.errors",
     "LaunchError": "drivetrain.runtime.errors",
     **dict.fromkeys(public_names("drivetrain.inference"), "drivetrain.inference"),
+    **dict.fromkeys(public_names("drivetrain.planning"), "drivetrain.planning"),
     **dict.fromkeys(public_names("drivetrain.verification"), "drivetrain.verification"),
 }
 
@@ -249,6 +250,7 @@ if TYPE_CHECKING:
     from drivetrain.data import skip_first_batches as skip_first_batches
     from drivetrain.inference import *  # noqa: F403
     from drivetrain.launch import notebook_launcher as notebook_launcher
+    from drivetrain.planning import *  # noqa: F403
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
     from drivetrain.runtime.collectives import gather as gather

@@ -16,7 +16,8 @@ from tests.pool import ROOT
 # By room: its files. `compat` is the top floor, which may import any other: what of it mirrors a room goes with that.
 ROOMS = {
     "compat": ["compat"],
-    "inference": ["inference"],
+    "inference": ["inference", "planning"],
+    "planning": ["planning"],
     "verification": ["verification"],
     "deepspeed": ["strategies/deepspeed"],
     "megatron": ["strategies/megatron", "trainer/megatron_task.py"],
@@ -27,7 +28,7 @@ ROOMS = {
         for name in ("aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
     ],
 }
-ROOMS["all"] = [path for paths in ROOMS.values() for path in paths]
+ROOMS["all"] = list(dict.fromkeys(path for paths in ROOMS.values() for path in paths))
 
 TRAIN = """
 import importlib, json, pkgutil, sys

@@ -30,6 +30,10 @@ _COMMANDS = {
         "drivetrain.verification.command:verify",
         "Check that a script trains the same on several processes as on one.",
     ),
+    "plan": (
+        "drivetrain.planning.command:plan",
+        "Say which strategy fits a model on given devices, and how fast it trains.",
+    ),
     "tune": (
         "drivetrain.cli.tune:tune",
         "Try settings that could make a script's steps faster, and show the gain of each.",

@@ -64,11 +64,16 @@ class ModelSize:
     units: tuple[tuple[int, int], ...] = ()
 
 
-def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """Return a model on the meta device, from a class or a config. For safetensors files, return its size only."""
+def read_model(
+    source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False, device: str = "meta"
+) -> nn.Module | ModelSize:
+    """Return a model on the meta device, from a class or a config. For safetensors files, return its size only.
+
+    Another `device` is for classes that cannot be built without values.
+    """
     path = Path(source)
     if ":" in source and not path.exists():
-        return _from_class(source, kwargs)
+        return _from_class(source, kwargs, device)
     files = weight_files(source)
     if files and path.exists():
         return size_of_files(files)
@@ -86,7 +91,7 @@ def weight_files(source: str) -> list[Path]:
     return [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
 
 
-def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
+def _from_class(source: str, kwargs: Mapping[str, Any], device: str) -> nn.Module:
     module_name, _, path = source.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -99,7 +104,7 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
         if not hasattr(found, name):
             raise ConfigurationError(f"{source!r}: {name!r} does not exist.{nearest(name, dir(found))}")
         found = getattr(found, name)
-    with torch.device("meta"):
+    with torch.device(device):
         try:
             model = found(**kwargs)
         except TypeError as error:
@@ -597,7 +602,7 @@ def peak_of_training(
             live.peak = live.current
             with _forward_context(precision):
                 output = copied(*arguments, **keywords)
-            loss = _loss_of(output)
+            loss = loss_of(output)
             del output
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
@@ -634,7 +639,7 @@ def _forward_context(precision: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype) if dtype is not None else nullcontext()
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """Return a loss for a trial backward: the output's `loss`, or the mean of its first tensor with gradients."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
