@@ -128,7 +128,7 @@ test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 # What trains is on simulated devices (tests/simulated): memory, streams, a clock, collectives, and the faults that they find.
-DEVICES := tests/simulated/test_costs.py tests/callbacks \
+DEVICES := tests/simulated/test_costs.py tests/planning/test_beside_devices.py tests/callbacks \
 	$(addprefix tests/conformance/test_,conformance.py two_drivers.py fsdp.py parallel.py pipeline.py token_exact.py any_to_any.py) \
 	$(addprefix tests/checkpoint/test_,accelerate_format.py hooks.py round_trip.py torch_shards.py) \
 	$(addprefix tests/data/test_,active_loaders.py loader.py one_process.py several_processes.py whole_batches.py) \
