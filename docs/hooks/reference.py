@@ -73,6 +73,11 @@ TOPICS = {
         "verification",
         introduction="Checks that a script trains the same on several processes as on one.",
     ),
+    "planning": Topic(
+        "Planning",
+        "planning",
+        introduction="Predictions of which strategy fits a model on given devices, and how fast it trains.",
+    ),
     "runtime": Topic("Distributed utilities", "runtime"),
 }
 
@@ -89,7 +94,10 @@ WRITTEN = {
 SECTIONS = {
     "Trainer": ("trainer", "task", "data-module", "hooks", "callback", "callbacks", "tuning", "trainer-cli"),
     "Accelerator": ("accelerator", "plugins"),
-    "Components": ("strategies", "data", "checkpoint", "trackers", "launch", "inference", "verification", "runtime"),
+    "Components": (
+        *("strategies", "data", "checkpoint", "trackers", "launch", "inference"),
+        *("verification", "planning", "runtime"),
+    ),
     "Command line and settings": ("command-line", "configuration", "environment-variables", "extras", "exit-codes"),
 }
 
