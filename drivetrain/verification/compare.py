@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,6 +21,8 @@ QUANTITIES = ("rows", "loss", "gradients", "clipped gradients", "learning rates"
 _FLOORS = {"loss": 2e-6, "gradients": 2e-5, "clipped gradients": 2e-5, "weights": 5e-6, "buffers": 5e-6}
 """Differences per step that are rounding in float32, whatever the measured rounding is."""
 _LOW_PRECISION = {"loss": 4e-3, "gradients": 3e-2, "clipped gradients": 3e-2, "weights": 2e-3, "buffers": 2e-3}
+_ROUNDING = 1e-5
+"""Largest gradient of an element, relative to its tensor, that counts as rounding error of a sum."""
 ALLOWED = 4.0
 """Largest difference, as a multiple of the measured rounding."""
 
@@ -182,9 +185,7 @@ def relative(found: Values, expected: Values) -> tuple[float, str]:
         found: Recorded elements by name.
         expected: The same of the run to compare with.
     """
-    sizes = {
-        name: math.sqrt(math.fsum(v * v for v in values) / max(1, len(values))) for name, values in expected.items()
-    }
+    sizes = {name: _rms(values) for name, values in expected.items()}
     largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
     worst, where = 0.0, ""
     for name, values in expected.items():
@@ -201,7 +202,9 @@ def relative(found: Values, expected: Values) -> tuple[float, str]:
     return worst, where
 
 
-def difference(step: int, quantity: str, found: Run, expected: Run) -> Difference | None:
+def difference(
+    step: int, quantity: str, found: Run, expected: Run, arbitrary: Mapping[str, AbstractSet[int]] | None = None
+) -> Difference | None:
     """Return the difference of a quantity in a step between two runs. None if one of them has not recorded it.
 
     Args:
@@ -209,6 +212,7 @@ def difference(step: int, quantity: str, found: Run, expected: Run) -> Differenc
         quantity: One of `QUANTITIES`.
         found: The run to judge.
         expected: The run to compare with.
+        arbitrary: Positions of recorded elements of weights that are left out, by name.
     """
     size, name = 0.0, ""
     if quantity == "rows":
@@ -226,7 +230,8 @@ def difference(step: int, quantity: str, found: Run, expected: Run) -> Differenc
         own, wanted = found.values(step, quantity), expected.values(step, quantity)
         if not own or not wanted:
             return None
-        size, name = relative(own, wanted)
+        left_out = arbitrary if arbitrary and quantity == "weights" else {}
+        size, name = relative(_without(own, left_out), _without(wanted, left_out))
         if set(own) - set(wanted) and quantity == "gradients":
             size, name = math.inf, min(set(own) - set(wanted))
     else:
@@ -236,6 +241,29 @@ def difference(step: int, quantity: str, found: Run, expected: Run) -> Differenc
             return None
         size, name = relative({key: _as_list(value)}, {key: _as_list(other)})[0], ""
     return Difference(step, quantity, size, name)
+
+
+def _without(values: Values, arbitrary: Mapping[str, AbstractSet[int]]) -> Values:
+    return {
+        name: [value for place, value in enumerate(held) if place not in arbitrary.get(name, ())]
+        for name, held in values.items()
+    }
+
+
+def _only_rounding(gradients: Values) -> Iterator[tuple[str, int]]:
+    """Return the positions of elements whose gradient is rounding error, as of the bias of an attention's keys.
+
+    Adam divides a gradient by its size, so such elements move by a whole learning rate in an arbitrary direction.
+    """
+    sizes = {name: _rms(values) for name, values in gradients.items()}
+    largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+    for name, (_, *elements) in gradients.items():  # the norm is in front
+        bound = _ROUNDING * max(sizes[name], 0.01 * largest)
+        yield from ((name, place) for place, value in enumerate(elements) if 0 < abs(value) <= bound)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(v * v for v in values) / max(1, len(values)))
 
 
 def _as_list(value: Any) -> list[float]:
@@ -264,13 +292,16 @@ class Comparison:
         floors = _LOW_PRECISION if self.is_low else _FLOORS
         measured = dict.fromkeys(QUANTITIES, 0.0)
         steps = min(self.subject.steps, self.reference.steps)
+        arbitrary: dict[str, set[int]] = {}
         for step in range(steps):
+            for name, place in _only_rounding(self.reference.values(step, "gradients")):
+                arbitrary.setdefault(name, set()).add(place)
             for quantity in QUANTITIES:
-                found = difference(step, quantity, self.subject, self.reference)
+                found = difference(step, quantity, self.subject, self.reference, arbitrary)
                 if found is None:
                     continue
                 if quantity in floors and step < min(self.rounding.steps, self.single.steps):
-                    noise = difference(step, quantity, self.rounding, self.single)
+                    noise = difference(step, quantity, self.rounding, self.single, arbitrary)
                     if noise is not None and math.isfinite(noise.size):
                         measured[quantity] = max(measured[quantity], noise.size)
                 found.allowed = ALLOWED * measured[quantity] + floors.get(quantity, 0.0) * (step + 1)

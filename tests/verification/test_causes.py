@@ -365,3 +365,22 @@ def test_readers_are_one_rank_of_each_group_that_trains_on_the_same_rows() -> No
 
     assert run.readers == [0, 2]
     assert run.shards == 2
+
+
+def test_weights_whose_gradient_is_rounding_error_are_not_compared() -> None:
+    """Adam moves them by a learning rate in any direction, as the bias of an attention's keys."""
+
+    def edited(gradient: float) -> Comparison:
+        subject, single = made(2), made(1)
+        for run, weight in ((subject, 0.3), (single, 0.1)):
+            for rank in run.ranks:
+                for step in rank["steps"]:
+                    step["gradients"]["head.bias"][1] = gradient
+                    step["weights"]["head.bias"][0] = weight
+        return Comparison(subject, single, single, single)
+
+    assert edited(1e-9).first is None
+    for gradient in (0.1, 0.0):  # one that is trained, and one that is not
+        first = edited(gradient).first
+        assert first is not None
+        assert (first.quantity, first.step, first.name) == ("weights", 0, "head.bias")
