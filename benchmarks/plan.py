@@ -177,29 +177,25 @@ def published(only: str) -> Iterator[tuple[str, ...]]:
                 assert result.estimate is not None
                 speed = result.rate / report.cluster.world_size
                 memory = result.estimate.peak / GIB
+                again = "all" if recomputed else "none"
                 yield (
                     f"[{SOURCES[report.source][0]}]",
                     report.model,
                     str(report.cluster),
                     str(report.batch),
-                    report.recomputed,
-                    "all" if recomputed else "none",
-                    *_beside(memory, report.memory, 1),
-                    *_beside(speed, report.speed, 0),
+                    again if again == report.recomputed else f"{report.recomputed}, here {again}",
+                    _beside(memory, report.memory, 1),
+                    _beside(speed, report.speed, 0),
                 )
                 click.echo(f"{report.model} on {report.cluster}: {speed:,.0f} tokens/s, {memory:.1f} GiB", err=True)
 
 
-def _beside(value: float, real: float | None, digits: int) -> tuple[str, str, str]:
-    if real is None:
-        return f"{value:,.{digits}f}", "", ""
-    return f"{value:,.{digits}f}", f"{real:,.{digits}f}", f"{value / real:.2f}"
+def _beside(value: float, real: float | None, digits: int) -> str:
+    found = f"{value:,.{digits}f}"
+    return found if real is None else f"{found} / {real:,.{digits}f} = **{value / real:.2f}**"
 
 
-_PUBLISHED = (
-    *("source", "model", "devices", "rows:", "recomputed", "predicted with", "GiB:", "published:", "ratio:"),
-    *("tokens/s per device:", "published:", "ratio:"),
-)
+_PUBLISHED = ("source", "model", "devices", "rows:", "recomputed", "GiB:", "tokens/s per device:")
 _LINKS = "\n".join(f"[{name}]: https://github.com/{place}" for name, place in SOURCES.values())
 
 # Cost of an estimate
