@@ -29,6 +29,8 @@ class Device:
         link_speed: Bytes per second that it sends to others in the same machine.
         network_speed: Bytes per second that it sends to other machines.
         host_speed: Bytes per second between it and host memory.
+        matrix_share: Share of the peak speed that large matrix products reach. For A100 and H100, it was fitted to
+            published speeds.
         source: Where the figures are from.
     """
 
@@ -39,6 +41,7 @@ class Device:
     link_speed: float
     network_speed: float
     host_speed: float = 25 * _GB
+    matrix_share: float = 0.6
     source: str = ""
 
     def flops(self, dtype: torch.dtype) -> float:
@@ -54,7 +57,6 @@ class Cluster:
         device: The device.
         devices: Devices in each machine.
         machines: Number of machines.
-        matrix_share: Share of the peak speed that large matrix products reach.
         memory_share: Share of the memory speed that other operations reach.
         link_share: Share of the link and network speed that collectives reach.
         launch: Seconds that an operation takes at least.
@@ -65,7 +67,6 @@ class Cluster:
     device: Device
     devices: int
     machines: int = 1
-    matrix_share: float = 0.6
     memory_share: float = 0.75
     link_share: float = 0.8
     launch: float = 3e-6
@@ -106,12 +107,20 @@ def _gpu(
     speeds: tuple[float, float, float, float],
     rates: tuple[float, float, float],
     source: str,
+    matrix_share: float = 0.6,
 ) -> Device:
     float32, bfloat16, float16, float8 = speeds
     of = {"float32": float32, "bfloat16": bfloat16, "float16": float16, "float8_e4m3fn": float8}
     memory_speed, link, network = (1e9 * rate for rate in rates)
     return Device(
-        name, memory, {dtype: speed for dtype, speed in of.items() if speed}, memory_speed, link, network, source=source
+        name,
+        memory,
+        {dtype: speed for dtype, speed in of.items() if speed},
+        memory_speed,
+        link,
+        network,
+        source=source,
+        matrix_share=matrix_share,
     )
 
 
@@ -128,14 +137,14 @@ DEVICES = {
         # float16 and float8, all dense. Rates in GB/s: memory, to other devices in the machine (one direction), to
         # other machines (of the usual servers with one network card for each device).
         _gpu("B200-180GB", 178 * _GIB, (75, 2250, 2250, 4500), (7700, 900, 50), f"{_NVIDIA}dgx-b200/"),
-        _gpu("H200-141GB", 139.8 * _GIB, (67, 989.4, 989.4, 1978.9), (4800, 450, 50), f"{_NVIDIA}h200/"),
-        _gpu("H100-80GB", 79.1 * _GIB, (67, 989.4, 989.4, 1978.9), (3350, 450, 50), f"{_NVIDIA}h100/"),
-        _gpu("H100-PCIe-80GB", 79.1 * _GIB, (51, 756, 756, 1513), (2000, 50, 25), f"{_NVIDIA}h100/"),
+        _gpu("H200-141GB", 139.8 * _GIB, (67, 989.4, 989.4, 1978.9), (4800, 450, 50), f"{_NVIDIA}h200/", 0.55),
+        _gpu("H100-80GB", 79.1 * _GIB, (67, 989.4, 989.4, 1978.9), (3350, 450, 50), f"{_NVIDIA}h100/", 0.55),
+        _gpu("H100-PCIe-80GB", 79.1 * _GIB, (51, 756, 756, 1513), (2000, 50, 25), f"{_NVIDIA}h100/", 0.55),
         _gpu(
             "GH200-96GB", 94.5 * _GIB, (67, 989.4, 989.4, 1978.9), (4000, 450, 50), f"{_NVIDIA}grace-hopper-superchip/"
         ),
-        _gpu("A100-80GB", 79.1 * _GIB, (19.5, 312, 312, 0), (2039, 300, 25), f"{_NVIDIA}a100/"),
-        _gpu("A100-40GB", 39.4 * _GIB, (19.5, 312, 312, 0), (1555, 300, 25), f"{_NVIDIA}a100/"),
+        _gpu("A100-80GB", 79.1 * _GIB, (19.5, 312, 312, 0), (2039, 300, 25), f"{_NVIDIA}a100/", 0.75),
+        _gpu("A100-40GB", 39.4 * _GIB, (19.5, 312, 312, 0), (1555, 300, 25), f"{_NVIDIA}a100/", 0.75),
         _gpu("L40S-48GB", 44.4 * _GIB, (91.6, 362, 362, 733), (864, 25, 12.5), f"{_NVIDIA}l40s/"),
         _gpu("L4-24GB", 22 * _GIB, (30.3, 121, 121, 242), (300, 25, 12.5), f"{_NVIDIA}l4/"),
         _gpu("A10-24GB", 22 * _GIB, (31.2, 125, 125, 0), (600, 25, 12.5), f"{_NVIDIA}products/a10-gpu/"),
@@ -165,7 +174,17 @@ DEVICES = {
 """Known devices by name."""
 
 _TEXT = re.compile(r"^(?:(?P<devices>\d+)x)?(?P<name>[A-Za-z][\w.-]*?)(?:x(?P<machines>\d+))?$")
-_KEYS = {"memory", "tflops", "memory_speed", "link_speed", "network_speed", "host_speed", "name", "source"}
+_KEYS = {
+    "matrix_share",
+    "memory",
+    "tflops",
+    "memory_speed",
+    "link_speed",
+    "network_speed",
+    "host_speed",
+    "name",
+    "source",
+}
 
 
 def read_hardware(text: str) -> Cluster:
@@ -265,8 +284,10 @@ def measure_this(seconds: float = 10.0) -> Cluster:
     block = torch.ones(2**24, device=device)
     copies = 2 * block.nbytes * _rate(block.clone, share, device)
     memory = host_memory()[0] if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]
-    made = Device(f"this-{device.type}", memory, tflops, copies, copies / 2, copies / 2, copies / 2, "measured here")
-    return Cluster(made, max(1, kind.count()), matrix_share=1.0, memory_share=1.0, link_share=1.0)
+    made = Device(
+        f"this-{device.type}", memory, tflops, copies, copies / 2, copies / 2, copies / 2, 1.0, "measured here"
+    )
+    return Cluster(made, max(1, kind.count()), memory_share=1.0, link_share=1.0)
 
 
 def _rate(run: Callable[[], Any], seconds: float, device: torch.device) -> float:

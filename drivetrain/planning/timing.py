@@ -121,7 +121,7 @@ class _Clock:
 
     def _duration(self, event: Event) -> float:
         device = self._cluster.device
-        arithmetic = event.flops / (self._cluster.matrix_share * device.flops(event.dtype)) if event.flops else 0.0
+        arithmetic = event.flops / (device.matrix_share * device.flops(event.dtype)) if event.flops else 0.0
         return max(arithmetic, event.bytes / (self._cluster.memory_share * device.memory_speed))
 
 

@@ -64,6 +64,6 @@ def test_prediction_equals_what_devices_count(candidate: Candidate, optimizer: s
 def _seconds(steps: Any, candidate: Candidate) -> float:
     # Simulated links take the same time for each operation on as many bytes, unlike rings.
     sim = Device("sim", 1e9, {"float32": 1e12}, SPEED, NETWORK, NETWORK)
-    cluster = Cluster(sim, candidate.world_size, 1, 1, 1, 1, launch=0, latency=1e-12)
+    cluster = Cluster(sim, candidate.world_size, memory_share=1, link_share=1, launch=0, latency=1e-12)
     with mock.patch.dict(timing._SENT, dict.fromkeys(timing._SENT, lambda count: 1)):
         return timing.time_of(steps, cluster).seconds
