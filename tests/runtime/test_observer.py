@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, Task, Trainer
+from drivetrain import Accelerator, Task, Trainer, TrainerCLI
 from drivetrain.runtime import observer
 from drivetrain.runtime.observer import Observer
 
@@ -36,7 +36,7 @@ def loader() -> DataLoader:
 
 def trained(folder: Path) -> list[torch.Tensor]:
     """Return weights that the Trainer and a loop with the Accelerator have trained."""
-    task = Fit()
+    task = TrainerCLI(Fit, run=False, args=["--trainer.accelerator=cpu"]).model
     Trainer(max_epochs=1, accelerator="cpu", gradient_clip_val=1.0, default_root_dir=folder / "runs").fit(
         task, loader()
     )
