@@ -454,7 +454,7 @@ ROOMS = {
     "data": (14, 3003),
     "inference": (24, 5776),
     "launch": (15, 4227),
-    "planning": (11, 2161),
+    "planning": (11, 2158),
     "runtime": (25, 3702),
     "strategies": (57, 11106),
     "trackers": (18, 2959),

@@ -61,7 +61,6 @@ class Candidate:
         cp: Processes that share each sequence.
         pp: Pipeline stages.
         checkpointing: True to recompute the activations of each block.
-        offload: True to keep shards and optimizer state in host memory.
     """
 
     strategy: str
@@ -74,7 +73,6 @@ class Candidate:
     cp: int = 1
     pp: int = 1
     checkpointing: bool = False
-    offload: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -101,7 +99,6 @@ class Candidate:
         parts = [name, self.precision, f"batch {self.batch}"]
         parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         parts += ["recomputed"] if self.checkpointing else []
-        parts += ["offloaded"] if self.offload else []
         return ", ".join(parts)
 
     # The strategy, as an object and as text
@@ -118,8 +115,6 @@ class Candidate:
         options: dict[str, Any] = {}
         if self.checkpointing:
             options["activation_checkpointing"] = True
-        if self.offload:
-            options["cpu_offload"] = True
         if self.kind.is_sharded and self.dp_replicate > 1:
             options["replicate_size"] = self.dp_replicate
         if self.kind.is_meshed:
@@ -175,8 +170,6 @@ class Candidate:
             flags.append("--use_fsdp")
         if self.checkpointing:
             flags.append("--fsdp_activation_checkpointing true")
-        if self.offload:
-            flags.append("--fsdp_offload_params true")
         if self._is_meshed:
             flags.append("--use_parallelism_config")
             flags += [f"--{name} {size}" for name, size in self._mesh().items() if size > 1]
@@ -207,7 +200,6 @@ class Candidate:
             found["fsdp_config"] = {
                 "fsdp_version": 2,
                 "fsdp_activation_checkpointing": self.checkpointing,
-                "fsdp_offload_params": self.offload,
             }
         if self._is_meshed:
             found["parallelism_config"] = self._mesh()
@@ -216,7 +208,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Facts:
-    """What of a model decides which candidates are possible.
+    """Properties of a model that decide which candidates are possible.
 
     Attributes:
         blocks: Number of repeated blocks.
@@ -242,7 +234,6 @@ def candidates(
     strategies: Sequence[str],
     precisions: Sequence[str] = ("bf16",),
     recompute: Sequence[bool] = (False, True),
-    offload: bool = False,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return the candidates that the model and the cluster allow, and for each of the others the reason.
 
@@ -253,7 +244,6 @@ def candidates(
         strategies: Names from `WAYS`.
         precisions: Names of precisions.
         recompute: Whether activations are recomputed, with strategies that can do it.
-        offload: True to try to keep shards in host memory, too.
 
     Raises:
         ConfigurationError: A name is unknown, or a number is not positive.
@@ -279,9 +269,8 @@ def candidates(
             base = replace(Candidate(strategy, 1 if kind.is_single else cluster.world_size), **sizes)  # type: ignore[arg-type]
             base = replace(base, accumulation=base.pp)  # each stage needs a micro-batch at a time
             found += [
-                replace(base, precision=precision, batch=batch, checkpointing=recomputed, offload=away)
+                replace(base, precision=precision, batch=batch, checkpointing=recomputed)
                 for precision, recomputed, batch in itertools.product(precisions, again, batches)
-                for away in ((False, True) if offload and kind.is_sharded else (False,))
             ]
     return found, refused
 
@@ -358,4 +347,4 @@ WAYS: dict[str, tuple[str, Callable[[Cluster, Facts], Sizes]]] = {
 """Names that `--strategies` takes, each with the kind of strategy and the sizes that are tried."""
 
 DEFAULT = ("single", "ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "cp")
-"""What is tried if nothing is asked for. Pipelines of large models take minutes."""
+"""Names that are tried by default. Pipelines of large models take minutes."""

@@ -43,7 +43,6 @@ _VARIED = ("batch", "seq", "world")
 )
 @click.option("--precision", default="bf16", show_default=True, metavar="NAME,NAME", help="Precisions to compare.")
 @click.option("--recompute", type=click.Choice(["both", "yes", "no"]), default="both", help="Recompute activations.")
-@click.option("--offload", is_flag=True, help="Also try shards in host memory.")
 @click.option(
     "--optimizer", default="adamw", show_default=True, help="adamw, adam, adagrad, rmsprop, sgd, sgd_momentum."
 )
@@ -89,7 +88,6 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
         strategies=options["strategies"].split(",") if options["strategies"] else _all(),
         precisions=options["precision"].split(","),
         recompute={"both": (False, True), "yes": (True,), "no": (False,)}[options["recompute"]],
-        offload=options["offload"],
         optimizer=options["optimizer"],
         tp_plan=_object("--tp-plan", options["tp_plan"]) if options["tp_plan"] else None,
         headroom=_share(options["headroom"]),

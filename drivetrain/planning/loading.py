@@ -50,6 +50,10 @@ def load(workload: Workload) -> Loaded:
     make = OPTIMIZERS[workload.optimizer]
     if workload.source.endswith(".py"):
         return load_script(workload)
+    if workload.arguments:
+        raise ConfigurationError(
+            f"{' '.join(workload.arguments)} are arguments of a script, but {workload.source} is none."
+        )
     device = "cpu" if workload.real_init else "meta"
     try:
         found = read_model(workload.source, workload.kwargs, workload.trust_remote_code, device)
@@ -189,6 +193,10 @@ def load_script(workload: Workload) -> Loaded:
     Raises:
         ConfigurationError: The script fails, trains nothing, or cannot build its model on the meta device.
     """
+    if not os.path.isfile(workload.source):
+        raise ConfigurationError(
+            f"{workload.source} does not exist. Pass a script, a config.json or package.module:Class."
+        )
     before, arguments = observer.current, sys.argv
     with tempfile.TemporaryDirectory() as folder:
         observer.current = catch = Catch(folder)

@@ -123,7 +123,7 @@ class Plan:
             assert least.estimate is not None
             return (
                 f"Nothing fits: {least.candidate.label} needs least, {as_bytes(least.estimate.peak)} of "
-                f"{as_bytes(least.memory)}. Use more devices, a smaller batch, shorter sequences or --offload."
+                f"{as_bytes(least.memory)}. Use more devices, a smaller batch or shorter sequences."
             )
         need = f"it needs {as_bytes(best.estimate.peak)} of {as_bytes(best.memory)} in each device"
         others = [result for result in counted if result.candidate.strategy != best.candidate.strategy]
@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What speed is counted in."""
+        """Unit of the speed: tokens, or rows if they are no sequences."""
         tokens = max((r.estimate.tokens for r in self.results if r.estimate is not None), default=1)
         return "tokens" if tokens > 1 else "rows"
 
@@ -272,7 +272,6 @@ def plan(
     strategies: Sequence[str] = DEFAULT,
     precisions: Sequence[str] = ("bf16",),
     recompute: Sequence[bool] = (False, True),
-    offload: bool = False,
     optimizer: str = "adamw",
     tp_plan: Mapping[str, str] | str | None = None,
     headroom: float = 0.1,
@@ -300,7 +299,6 @@ def plan(
             which takes minutes for large models.
         precisions: Names of precisions.
         recompute: Whether to recompute the activations of blocks, or both values to compare.
-        offload: True to also try shards in host memory.
         optimizer: Name of the optimizer. A script's own optimizer is used in place of it.
         tp_plan: Styles of layers for tensor parallelism by name. Default: the model's own plan.
         headroom: Share of a device's memory that stays free, for fragmentation and libraries.
@@ -335,7 +333,7 @@ def plan(
     with Workers(jobs, progress) as workers:
         facts = workers.facts(workload)
         given = [batch] if isinstance(batch, int) else list(batch or [facts.rows])
-        chosen, refused = candidates(cluster, facts, given, strategies, precisions, recompute, offload)
+        chosen, refused = candidates(cluster, facts, given, strategies, precisions, recompute)
         if not chosen:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise ConfigurationError(f"No candidate is possible on {cluster}. {reasons}.")

@@ -68,7 +68,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of a candidate needs in each process, and how long it takes.
+    """Memory, traffic and duration of a step of a candidate, in each process.
 
     Attributes:
         peaks: The maximum of each phase and module, without most modules between the first and the last blocks.

@@ -19,9 +19,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.module_tracker import ModuleTracker
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporary", "inputs")
-"""What memory is used for."""
+"""Kinds of memory, by use."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Event:
 
 @dataclass
 class Step:
-    """What one optimizer step needs, as counted on fake tensors.
+    """Memory, collectives and operations of one optimizer step, as counted on fake tensors.
 
     Attributes:
         peaks: Most bytes that were allocated at once, by phase and module, each with the bytes by kind.
@@ -100,7 +101,7 @@ class Step:
 
 def is_backward() -> bool:
     """Return True within a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return ModuleTracker().is_bw
 
 
 class ModuleNames:

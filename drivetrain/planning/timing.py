@@ -1,4 +1,4 @@
-"""How long a step takes on a cluster: each operation by the roofline model, and collectives beside the computation.
+"""Duration of a step on a cluster: each operation by the roofline model, and collectives beside the computation.
 
 The roofline model (Williams et al., 2009) bounds an operation by its arithmetic or by the bytes it moves.
 """

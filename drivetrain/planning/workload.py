@@ -1,4 +1,4 @@
-"""What is planned: a model without memory, its batches, its loss and its optimizer."""
+"""The workload of a plan: a model without memory, its batches, its loss and its optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What the user gave: where the model is from, and what it trains on.
+    """Source of a model, its inputs and its optimizer, as the user gave them.
 
     Attributes:
         source: A script, the config.json of a transformers model, or `package.module:Class`.

@@ -128,7 +128,7 @@ def test_the_strategy_is_that_of_the_three_lines() -> None:
 
     names = {name: getattr(drivetrain, name) for name in ("FSDP", "Parallel")}
     for candidate in (
-        Candidate("fsdp", 8, dp_replicate=2, checkpointing=True, offload=True),
+        Candidate("fsdp", 8, dp_replicate=2, checkpointing=True),
         Candidate("parallel", 8, tp=2, dp_replicate=2),
         Candidate("parallel", 4, pp=4, accumulation=4),
     ):
@@ -225,6 +225,8 @@ def test_a_model_that_needs_values_is_planned_with_real_init() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["missing.py", "--hardware", "2xL4-24GB"], "missing.py does not exist"),
+        ([LM, "--hardware", "2xL4-24GB", "--", "--lr", "3"], "are arguments of a script, but"),
         ([LM, "--hardware", "2xL4-24GB"], "needs the shape of its inputs"),
         ([LM, "--hardware", "2xL4-24GB", "--input", "4x64:int64", "--batch", "0"], "batch of 0 rows"),
         ([LM, "--hardware", "2xL4", "--input", "4x64:int64"], "is not known"),
