@@ -101,7 +101,7 @@ class Step:
 
 def is_backward() -> bool:
     """Return True within a backward pass."""
-    return bool(ModuleTracker().is_bw)  # type: ignore[no-untyped-call]
+    return bool(ModuleTracker().is_bw)
 
 
 class ModuleNames:
