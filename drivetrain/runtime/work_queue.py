@@ -184,7 +184,8 @@ class WorkQueue:
             for index in pending:
                 holder = self._get(f"claim/{index}")
                 rank, attempt = map(int, holder.split("/")) if holder else (-1, -1)
-                if rank >= 0 and not self._is_gone(rank):
+                # A process may have finished the item and left the queue since the items were listed.
+                if rank >= 0 and (not self._is_gone(rank) or self._holds([f"done/{index}"])):
                     continue
                 # An item that kills every process, such as by running out of memory, must not end the whole run.
                 if attempt + 1 >= _MOST_ATTEMPTS:

@@ -92,6 +92,28 @@ def test_a_fast_process_takes_more_items():
         assert second.result(30) == ([1, 2, 3, 4, 5, 6, 7, 8], [-1, 1, 2, 3, 4, 5, 6, 7, 8])
 
 
+def test_an_item_finished_just_before_its_process_leaves_is_not_taken_again():
+    store = HashStore()
+    other = WorkQueue([5, 6], store, 1, 2).__enter__()
+    assert next(other) == 5
+
+    class LeavesWhenAsked(HashStore):
+        """Store in which the other process finishes its item and leaves as soon as somebody asks whether it left."""
+
+        def check(self, keys: list[str]) -> bool:
+            if any(key.endswith("left/1") for key in keys) and not store.check(keys):
+                other.done("five")
+                other.__exit__(None, None, None)
+            return store.check(keys)
+
+        def __getattribute__(self, name: str) -> Any:
+            return super().__getattribute__(name) if name == "check" else getattr(store, name)
+
+    with WorkQueue([5, 6], LeavesWhenAsked(), 0, 2) as work:
+        assert list(work) == [6]
+        assert work.results() == ["five", None]
+
+
 def all_of(queue: WorkQueue, bad: str = "") -> None:
     """Take all items, until there is one that cannot be done."""
     with queue as work:
