@@ -321,7 +321,6 @@ def _name_of(value: Any) -> Any:
 
 
 def _wrap_of(policy: Callable[..., Any]) -> Any:
-    """Convert an auto-wrap policy of FSDP 1 to the value of `FSDP(wrap=...)` with the same effect."""
     known = policy.keywords if isinstance(policy, functools.partial) else {}
     if "transformer_layer_cls" in known:
         return list(known["transformer_layer_cls"])
@@ -904,13 +903,11 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """Return a plugin's options: the launcher settings whose names start with `prefix`, by field name."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """Return a copy of a plugin whose empty fields (None) are filled in from the launcher's plugin."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -943,10 +940,7 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Collect the plugins from an Accelerator's arguments. Raise a `ConfigurationError` if two conflict.
-
-        `deepspeed` may be a dict of several plugins by name. The first one is then active.
-        """
+        """Collect the plugins that were passed to an Accelerator, or raise if two conflict."""
         # A dict of plugins by name, not the keys of a single configuration.
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
@@ -963,7 +957,6 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """Return a DeepSpeed strategy for each plugin in the `deepspeed_plugins` dict, as a dict by name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

@@ -84,7 +84,7 @@ class Compilation:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules that can be called (so no `ModuleList`) and have parameters."""
+    """Return the outermost submodules that have a `forward` and parameters."""
     found: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -95,7 +95,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls `module` from this file, since `torch.compile` skips frames in torch's files."""
+    # `torch.compile` skips frames in torch's files, so the call must come from this one.
     call: Callable[..., Any] = module._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
 
 @cache
 def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
-    """Return a code object for all modules of one class with equal tensor shapes, to compile it once.
+    """Return one code object for all modules of a class with equal tensor shapes.
 
     Torch caches compiled code by code object. With a single code object for all modules, each module would count as a
     recompilation. Beyond eight (`torch._dynamo.config.recompile_limit`), nothing more would be compiled.

@@ -23,7 +23,7 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather per-sample values from all processes, and drop those of samples that were repeated to fill a batch.
+    """Gather values of the current batch from all processes, without its padding rows.
 
     Without a `loader`, all loaders that are being iterated count.
     """
@@ -72,7 +72,7 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if a list or tuple is a structure of tensors, False if it lists one value per sample."""
+    """Return True for a structure of tensors, False for a list of one value per sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
@@ -122,7 +122,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """Return one list with the objects of all processes, without those that only pad the last batch."""
+    """Gather the objects of all processes in one list, without those of padding rows."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]
@@ -137,7 +137,10 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Marker sent instead of values if a process cannot identify padding rows. All processes then raise."""
+    """Error message that a process sends instead of values if it cannot find the padding rows.
+
+    All processes then raise the error.
+    """
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -151,7 +154,7 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
 
 
 def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if all processes surely have full batches, so that gathered values need no trimming.
+    """Return True if the current batch is known to be full on every process.
 
     All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with
     batches of one size reports.
@@ -171,11 +174,12 @@ def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
-    """Return how many leading rows of a tensor are real samples. None if no current batch has as many rows.
+    """Return how many leading rows of a tensor belong to real samples, not to padding.
 
     A tensor belongs to a current batch if it has the same number of rows. If the current batch has fewer real rows than
     a full one, a tensor with the rows of a full batch also counts, such as a loss repeated by the batch size. In nested
-    loops, such as an evaluation during training, the inner loop comes first.
+    loops, such as an evaluation during training, the inner loop comes first. Return None if no current batch has as
+    many rows.
     """
     if not tensor.dim():
         return None

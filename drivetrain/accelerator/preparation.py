@@ -69,7 +69,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings of the Accelerator that was created last, for the properties of every `AcceleratorState`."""
+    """Settings of the latest Accelerator, which every `AcceleratorState` shows."""
 
     mixed_precision: str = "no"  # "no" is full precision
     distributed_type: DistributedType | None = None  # None derives it from the processes
@@ -121,7 +121,7 @@ class AcceleratorState(PartialState):
 
     @property
     def record(self) -> EngineRecord:
-        """The settings of the Accelerator that was created last, such as its precision and plugins, in one object."""
+        """Settings of the Accelerator that was created last."""
         try:
             found: EngineRecord = self.engine_record
         except AttributeError:  # an unpickled state has no record
@@ -276,7 +276,7 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Remove from a module's `forward` the wrapper that applies a precision, if there is one."""
+        """Restore a module's own `forward`, if `wrap_forward` has replaced it."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 
@@ -309,9 +309,9 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Return the `Precision` that the script selects, else the launcher's, else the one that the strategy sets.
+    """Return the precision of a run, as set by the script, the launcher or the strategy.
 
-    `strategy` may set one in its configuration. Options in `handlers` contradict a `Precision` object.
+    Options in `handlers` cannot be combined with a `Precision` object.
     """
     if observer.current is not None and (observed := observer.current.precision()) is not None:
         return resolve_precision(observed)
@@ -691,7 +691,7 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Return a loader that reads `data_loader` and yields only this process's batches, moved to the device."""
+        """Wrap a data loader to yield this process's batches on its device."""
         if isinstance(data_loader, PreparedLoader | SkippingLoader):
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
@@ -736,7 +736,6 @@ class Preparation:
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """Return a context manager for a loop in which processes may run out of batches at different times."""
         joining = joined(self._strategy, models)
         if joining is None and self._state.use_distributed:
             warnings.warn(
@@ -785,7 +784,10 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the `torch.compile` wrapper around the user's module `bare` in a prepared model, or None."""
+    """Return the `torch.compile` wrapper inside a prepared model, or None if it is not compiled.
+
+    `bare` is the user's module.
+    """
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

@@ -425,7 +425,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Count the next micro-batch of a step of planned size, and set `sync_gradients` at its last one."""
+        """Count a micro-batch of an optimizer step whose size `begin` has set."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -433,7 +433,7 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """End a loop of steps planned with `begin`. Gradients of an unfinished step will be cleared."""
+        # Gradients of an unfinished step must not leak into the next one.
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
@@ -614,8 +614,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and, if it is made of others such as `SequentialLR`, all schedulers inside it."""
     yield scheduler
-    # Torch 2.13 has no public name for these schedulers.
+    # Schedulers such as `SequentialLR` hold others. Torch 2.13 has no public name for these.
     for part in vars(scheduler).get("_schedulers", ()):
         yield from _with_parts(part)

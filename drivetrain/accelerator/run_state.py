@@ -90,7 +90,7 @@ class SavedEngine:
         self._take_positions(() if process is None else process["engine"].get("loaders", ()))
 
     def _take_positions(self, own: Sequence[Mapping[str, Any] | None]) -> None:
-        """Replace the positions of loaders that read a part of their own by those that this process has saved."""
+        """Use the positions that this process saved for loaders that read their own part of the data."""
         positions = self.engine.get("loaders", [])
         for number, position in enumerate(positions):
             if position.get("process"):
@@ -127,9 +127,10 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise a `CheckpointError` if saved objects differ in number or class from the prepared ones.
+        """Raise a `CheckpointError` if the checkpoint does not match the prepared objects.
 
-        `advice` ends the message. With `leaves_rest`, additional saved objects only cause a warning.
+        Their numbers and class names are compared. `advice` ends the message. With `leaves_rest`, additional saved
+        objects only cause a warning.
         """
         run = self._run
         here: dict[str, Sequence[Any]] = {
@@ -165,7 +166,6 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Drop saved objects of one kind, such as models, beyond the first `count`, with a warning."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
@@ -244,7 +244,7 @@ class SavedEngine:
 
     @property
     def random(self) -> Any:
-        """The random number generator state in the checkpoint for this process, or None if it has no such state.
+        """Saved random state for this process, or None if the checkpoint has none.
 
         If another number of processes wrote the checkpoint, this is the state of the same rank. Additional ranks reuse
         the states from the start.
@@ -333,7 +333,7 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Continue the numbering of checkpoints after the number of a loaded checkpoint."""
+        """Continue the checkpoint numbers after that of a loaded checkpoint."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self.configuration.iteration = int(number[1]) + 1
@@ -368,7 +368,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and loader positions of an earlier point in the run, saved in place of the current ones.
+    """Random state and loader positions to save in place of the current ones.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
@@ -433,7 +433,10 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the checkpoint part `engine`: states of all prepared objects. All processes must call this."""
+        """Return the states of all prepared objects, for a checkpoint.
+
+        All processes must call this together.
+        """
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -451,12 +454,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return a checkpoint part `engine` with the weights of one model only, for a run without training."""
+        """Return the checkpoint entries for the weights of a single model."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of models, optimizers and other objects, to compare them at loading."""
+        """Return the class names of the prepared objects, by kind such as `"optimizers"`."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -477,7 +480,10 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint and return its `PendingSave`, unfinished if `block` is False. A collective call."""
+        """Write a checkpoint made of the given parts, and return the pending save.
+
+        See `compose` for the parts. All processes must call this together.
+        """
         if observer.current is not None:
             directory = observer.current.directory(os.fspath(directory))
         shared, process = self.compose(engine, driver, own, moment)
@@ -490,7 +496,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Compose the content of a checkpoint: a dict that processes share, and a dict of this process.
+        """Return a checkpoint's content: a dict shared by all processes and one of this process.
 
         Args:
             engine: The states of prepared objects, from the method `engine`.
@@ -565,11 +571,10 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open the checkpoint in a directory or at a URL, to restore models, optimizers and other state."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Keep a loaded checkpoint's training loop entries, so that later checkpoints contain them as well.
+        """Keep entries of a loaded checkpoint, to write them to later checkpoints again.
 
         An entry with the same name from the current training loop replaces the remembered one.
         """

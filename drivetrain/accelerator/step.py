@@ -56,9 +56,9 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Decide whether losses are weighted: True if any process passes a weight. A collective call.
+        """Decide at the first loss, equally on all processes, whether losses are weighted.
 
-        Called once, at the first loss, because the answer needs communication.
+        All processes must call this together.
 
         Args:
             weight: The weight of this process's first loss, or None.
@@ -77,7 +77,7 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Scale a micro-batch's loss to its part of the step's weighted mean, and record the weight.
+        """Scale the loss of a micro-batch for the step's weighted mean, and record its weight.
 
         Args:
             loss: The sum of this micro-batch's losses.
@@ -95,7 +95,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self.divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Mark this step as weighted, so that this process joins the sum of weights even if it has no loss."""
+        """Let this process join the step's sum of weights even if it has no loss."""
         self._weights.clear()
         self.pending = True
 
@@ -104,7 +104,9 @@ class WeightedMean:
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Finish a step's weighted mean: divide gradients by the weights of all processes. A collective call.
+        """Divide the step's gradients by the total weight of its losses on all processes.
+
+        All processes must call this together.
 
         Args:
             parts: The prepared modules, each with the optimizers of its parameters.
@@ -233,7 +235,7 @@ class OptimizerStep:
         self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
-        """Let the given callbacks take part in all later optimizer steps, in place of the current ones."""
+        """Use the given callbacks in all later optimizer steps."""
         strategy, precision = self._strategy, self._precision
         if observer.current is not None:
             hooks = observer.current.hooks(hooks, self, precision, self._prepared)
@@ -267,7 +269,10 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Scale a micro-batch's loss, by `weight` or `share` or for accumulation, and run its backward pass."""
+        """Scale the loss of a micro-batch and run its backward pass.
+
+        A loss without a `weight` is divided by the number of accumulated micro-batches and multiplied by `share`.
+        """
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -302,7 +307,7 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Run one backward pass per `(loss, parameters)` pair, for the gradients of these parameters."""
+        """Run one backward pass per loss, each for the gradients of its own parameters."""
         last = len(losses) - 1
         # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
@@ -322,9 +327,9 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Finish the step's gradients before they are used: reduce them and apply the loss weights.
+        """Reduce the gradients over processes and apply the loss weights.
 
-        No effect until the last micro-batch of an optimizer step.
+        Does nothing before the last micro-batch of an optimizer step.
         """
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
@@ -499,7 +504,10 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Reduce and unscale gradients for clipping. Return the parameters, or None while accumulating."""
+        """Reduce and unscale the gradients, so that they can be clipped.
+
+        Return the parameters, or None between the micro-batches of a step.
+        """
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()
