@@ -116,7 +116,10 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """Return a line for the user that summarizes what `torch.compile` did, or "" if it compiled nothing."""
+    """Summarize in one line how much `torch.compile` has compiled and recompiled.
+
+    The line is empty if it compiled nothing.
+    """
     # There are also records of backwards, and of code that had nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
@@ -182,7 +185,7 @@ def is_compiled(task: Task) -> bool:
 
 
 def leave_compiled(task: Task) -> None:
-    """Undo the effect of `torch.compile(task)`: restore the task's own forward and step methods."""
+    """Undo `torch.compile(task)`: restore the task's original methods."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

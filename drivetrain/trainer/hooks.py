@@ -59,7 +59,7 @@ class Hooks:
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return a hook's overrides, such as those of `on_test_batch_end`, with the loader's index bound if needed.
+        """Return a batch hook's overrides, with the loader's index bound if they take it.
 
         The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
@@ -76,13 +76,14 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook that run early: all but those of `ModelCheckpoint` and the like."""
+        """Return an epoch-end hook's overrides, except those that must run last."""
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """Return the overrides of an epoch-end hook that run late: those of callbacks such as `ModelCheckpoint`.
+        """Return an epoch-end hook's overrides in callbacks that must run last.
 
-        These callbacks set `runs_last_at_epoch_end`, and read values that others have logged.
+        These callbacks, such as `ModelCheckpoint`, set `runs_last_at_epoch_end` and read values that others have
+        logged.
         """
         return self._of_callbacks(name, late=True)
 
@@ -134,7 +135,7 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Let a callback log: give it the task's `log` and `log_dict`, or remove them if `task` is None."""
+    """Give a callback the task's `log` and `log_dict`, or remove them if `task` is None."""
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)
@@ -185,7 +186,6 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 
 
 def _of_stage(hook: Hook, stage: str) -> Hook:
-    """Bind the argument `stage` of a `setup` or `teardown` hook, by keyword if the parameter has this name."""
     try:
         # Users may call the parameter something else, such as `_`.
         inspect.signature(hook).bind(stage=stage)

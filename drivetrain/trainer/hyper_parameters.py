@@ -59,10 +59,10 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the constructor arguments of the most derived class if a base class saves them, else None.
+    """Return the derived class's constructor arguments while a base constructor runs.
 
-    None is also returned if the constructor received `*args`, which cannot be saved by name. Used to save arguments
-    that a derived class does not pass on to its base class.
+    Used to save arguments that a derived class does not pass on. None if no base constructor runs, or if the arguments
+    include `*args`, which cannot be saved by name.
     """
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
@@ -178,7 +178,7 @@ def made_of(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module of class `kind` for `load_from_checkpoint`, from saved hyper-parameters.
+    """Create a task or data module from hyper-parameters saved in a checkpoint.
 
     `overrides` replace saved values. `name` is the constructor argument that takes all hyper-parameters as one dict, or
     None. Hyper-parameters of a command line may describe objects to create, which requires `instantiate=True`.
@@ -199,7 +199,6 @@ def made_of(
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the hyper-parameters without modules, whose weights a checkpoint stores anyway."""
     return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
 
 
@@ -400,7 +399,7 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create the task or data module that `load_from_checkpoint` returns, from a checkpoint or `hparams_file`.
+    """Create a task or data module from a checkpoint or from a file of hyper-parameters.
 
     `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
     `overrides` are constructor arguments that replace saved ones.
@@ -455,9 +454,9 @@ ENTRIES = (
 
 @contextmanager
 def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the dict that `on_save_checkpoint` and `on_load_checkpoint` receive, made of a checkpoint's two parts.
+    """Yield the checkpoint dict that hooks such as `on_save_checkpoint` receive.
 
-    After the `with` block, changes that hooks made are written back to both parts.
+    After the `with` block, changes that hooks made are written back to both parts of the checkpoint.
 
     `engine` is the part with weights, of which `number` is the model of the task. `entries` is the part of the Trainer.
     """

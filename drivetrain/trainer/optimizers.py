@@ -211,7 +211,10 @@ SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.ini
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Convert a scheduler from `configure_optimizers`, or a dict with one, to a `SchedulerConfig`."""
+    """Convert a scheduler from `configure_optimizers` to a `SchedulerConfig`.
+
+    `by_hand` means manual optimization, in which some keys of the dict have no effect.
+    """
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
@@ -282,7 +285,10 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers with `interval="epoch"` that are due: those like `ReduceLROnPlateau`, or all others."""
+    """Step the learning-rate schedulers that are due at the end of an epoch.
+
+    `plateau` selects those that monitor a value, such as `ReduceLROnPlateau`, or else all others.
+    """
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # with manual optimization, the task steps schedulers itself
     # The current epoch is complete, but not yet counted.

@@ -272,9 +272,9 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Move each duration to the option for its unit: `max_duration="500 steps"` becomes `max_steps=500`.
+    """Move each duration to the option for its unit, such as `max_steps`.
 
-    Return a copy of the options. `max_duration` keeps only samples and tokens, which no other option counts.
+    `max_duration` keeps only samples and tokens, which no other option counts.
     """
     chosen = dict(given)
     if "max_time" in chosen:
@@ -312,7 +312,6 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Store a duration given as `val_check_interval` in the options `chosen`, under the key for its unit."""
     assert interval is not None
     if not interval.amount:
         raise ConfigurationError(f"val_check_interval={written!r} is not valid. It must be greater than 0.")

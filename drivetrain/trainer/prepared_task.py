@@ -180,7 +180,7 @@ class TaskRun:
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
-        """Prepare task, optimizers and schedulers with the strategy for `fit`, and return the wrapped model."""
+        """Prepare the task and its optimizers for `fit`, and return the wrapped model."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         # Otherwise the engine would keep the last fit's model and optimizers in memory and in checkpoints.
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
@@ -201,7 +201,10 @@ class TaskRun:
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
-        """Prepare the task with the strategy, unless `fit` has already done so, and return the wrapped model."""
+        """Prepare the task for an evaluation and return the wrapped model.
+
+        A model that `fit` has prepared is used again.
+        """
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         # After `fit`, its prepared model is used.
         if self.model is None or strategy.unwrap(self.model) is not task:

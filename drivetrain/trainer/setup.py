@@ -122,7 +122,10 @@ def make_accelerator(
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Settle the final options: fill in `accumulate_grad_batches`, and check that the strategy supports it."""
+    """Return the options with `accumulate_grad_batches` filled in from the launcher.
+
+    Raise an error if the strategy does not support one of the options.
+    """
     # The launcher passes its options in environment variables.
     launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
@@ -191,7 +194,7 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return the strategy for `ddp_spawn` or `ddp_fork`: plain DDP unless `fit` must start processes itself.
+    """Return the strategy `ddp_spawn` or `ddp_fork`, or plain DDP if `fit` starts no processes.
 
     Started processes, launched scripts and runs with one process use plain DDP. Also returns the number of processes
     that must exist before `fit`.
@@ -228,7 +231,7 @@ def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | 
 def _start_processes(
     environment: ProcessEnvironment, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
 ) -> None:
-    """Restart the script under the launcher if more processes are requested than exist."""
+    """Start the processes of the run by restarting the script, unless they exist already."""
     if environment.is_launched:
         here = environment.local_world_size
         is_replaced = observer.current is not None and observer.current.strategy() is not None

@@ -60,7 +60,10 @@ class SpawnedVerb:
     given: dict[str, Any]  # the other arguments of the method
 
     def run(self) -> Outcome | None:
-        """Run the method, such as `fit`, on a new Trainer. Return its outcome on rank 0, and None on other ranks."""
+        """Run the method on a new Trainer in this process, and return its outcome.
+
+        The outcome is None on all ranks but rank 0.
+        """
         forget_process()  # state from before the fork, or from importing the script
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
@@ -114,7 +117,6 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """Return the `Outcome` of a Trainer's run, to be sent to the process that started the run."""
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -135,7 +137,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Load the weights and states of spawned processes into the Trainer that started them."""
+        """Load the final weights and states of a spawned run into the Trainer that started it."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
@@ -260,7 +262,6 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
 
 
 def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
-    """Run the method, such as `fit`, for which this process was started. Return its outcome as pickled bytes."""
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)

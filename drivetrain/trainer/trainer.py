@@ -905,9 +905,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many optimizer steps to count if `training_step` returned None for the whole step.
+        """Return how many optimizer steps to count for a step without a loss.
 
-        The default is 0. Override it to count such steps.
+        A step has none if `training_step` returned None for all its micro-batches. The default is 0. Override it to
+        count such steps.
 
         Args:
             window: The micro-batches.

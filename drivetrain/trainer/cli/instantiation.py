@@ -147,7 +147,7 @@ def argument_types(kind: type) -> dict[str, Any]:
 
 
 def names_an_object(value: Any) -> bool:
-    """Return True if a value is or contains a dict with `class_path`, which describes an object to create."""
+    """Return True if a value contains a dict with a `class_path`, at any depth."""
     if isinstance(value, Mapping):
         return "class_path" in value or any(map(names_an_object, value.values()))
     return isinstance(value, list | tuple) and any(map(names_an_object, value))
@@ -220,7 +220,10 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Convert a hyper-parameter from a checkpoint to the annotated type `hint`, creating objects it describes."""
+    """Convert a saved hyper-parameter to its annotated type.
+
+    With `instantiate`, objects that a `class_path` dict describes are created.
+    """
     # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
@@ -272,7 +275,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a `class_path` dict describes, or a partial of its class if `hint` is a callable."""
+    """Create the object that a dict with `class_path` describes."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -289,7 +292,7 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(hint: Any, value: str, name: str) -> Any:
-    """Return the string `value` unchanged. Raise `CheckpointError` if `hint` expects an object instead."""
+    # A string may be the name of an object to import, so it is passed on only if the annotation allows text.
     takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
@@ -309,9 +312,10 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """Return the classes in an annotation and those its callables return: `A | Callable[..., B]` gives `[A], [B]`.
+    """Return the classes in an annotation, and those that its callables return.
 
-    With `names_only`, the first list contains all types that are not plain values, such as callables and types.
+    `A | Callable[..., B]` gives `[A], [B]`. With `names_only`, the first list contains all types that are not plain
+    values, such as callables and types.
     """
     plain: list[Any] = []
     makers: list[Any] = []
@@ -343,7 +347,7 @@ def _shortened(value: Any) -> str:
 
 
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments in a configuration, with its class path as one more entry."""
+    """Flatten a configuration with `class_path` and `init_args` into a single dict."""
     if "class_path" not in configured:
         return dict(configured)
     own = {**(configured.get("init_args") or {}), **(configured.get("dict_kwargs") or {})}
@@ -353,7 +357,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint's hyper-parameters that differ from the command line's, as configuration of the task."""
+    """Return the checkpoint's hyper-parameters that replace those of the command line."""
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)

@@ -205,7 +205,7 @@ class TrainerArgumentParser(ArgumentParser):
         """Print nothing, because a list of all options of the Trainer would hide the error message below it."""
 
     def _guess(self, message: str) -> str:
-        """Return a sentence that suggests the right name for a misspelled option, class or key, or "" without one."""
+        """Return a "Did you mean" hint for an error of jsonargparse, or an empty string."""
         classes = _CLASS.search(message)
         if classes is not None:
             return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that turns constructor arguments of `kind` into a dict with `class_path` and `init_args`."""
+    """Return a function that wraps constructor arguments in a dict with `class_path`."""
 
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
@@ -629,7 +629,7 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what the task's `configure_optimizers` returns for the optimizer and scheduler of the command line.
+        """Return an optimizer and a scheduler in the form of `Task.configure_optimizers`.
 
         Override it to change how a scheduler is used.
 

@@ -32,10 +32,10 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Let metrics merge only the states of `ranks`, as others saw equal batches. Return a function to undo this.
+    """Make metrics merge only the states of some ranks, and return a function to undo it.
 
-    Their samples would otherwise count several times. Used for metrics that a task computes itself. Metrics with their
-    own `process_group` or `dist_sync_fn` are left alone.
+    The other ranks saw the same batches, whose samples would count several times. Used for metrics that a task computes
+    itself. Metrics with their own `process_group` or `dist_sync_fn` are left alone.
     """
     changed = []
     if ranks is not None:
@@ -59,7 +59,7 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Let `metric.compute()` in the `with` block exchange its whole state over ranks in one collective.
+    """Make `metric.compute()` exchange its whole state over ranks in one collective.
 
     torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
     the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
@@ -112,7 +112,10 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
-    """Undo all changes of a task's torchmetrics objects in the `with` block, so that padding does not count."""
+    """Undo changes of the task's metrics at the end of the `with` block.
+
+    Used for padding, which must not count.
+    """
     metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {

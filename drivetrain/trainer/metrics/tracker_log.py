@@ -66,7 +66,7 @@ class TrackerLog:
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Set `next_step`: the next optimizer step after which values are written to the trackers."""
+        """Set `next_step`, the next optimizer step whose values the trackers receive."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
@@ -108,9 +108,9 @@ class TrackerLog:
     # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Compute the epoch's result of each name that was logged in a stage. Runs a collective on all ranks.
+        """Reduce the values logged in an epoch to one result for each name.
 
-        The results of training are also written to the trackers.
+        Runs a collective. The results of training are also written to the trackers.
         """
         trainer = self.trainer
         assert trainer.task is not None
@@ -133,7 +133,10 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the key of an epoch's result in the dicts that `validate` and `test` return. Can be overridden."""
+        """Return the key of an epoch's result in the dicts of `validate` and `test`.
+
+        Subclasses may override it.
+        """
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -146,11 +149,10 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the last step's values to the trackers after an exception, before they are lost.
+        """Write the last step's values to the trackers after an exception.
 
-        If not all ranks arrive here within a second, trackers receive the values of this rank alone.
-
-        `though_not_due` also writes a step that `log_every_n_steps` does not select.
+        If not all ranks arrive here within a second, trackers receive the values of this rank alone. `though_not_due`
+        also writes a step that `log_every_n_steps` does not select.
         """
         is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:

@@ -27,7 +27,7 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Connection between a run and its profiler, which measures named actions, such as hooks and steps.
+    """Measurement of a run's hooks, steps and other actions by its profiler.
 
     Parts of the run wrap their functions once, before the loop. Without a profiler, functions are returned unchanged,
     so that profiling costs nothing.
@@ -59,11 +59,11 @@ class Actions:
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the name of a strategy's method in profiler reports, such as `[Strategy]DDP.backward`."""
+        """Return the profiler's name for a strategy's method, `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the name of a method of task or data module in profiler reports, such as `[Task]Net.setup`."""
+        """Return the profiler's name for a method of task or data module, `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
@@ -115,7 +115,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Let the profiler watch backward and optimizer step: return `hooks` with both functions wrapped."""
+        """Return step hooks in which the profiler measures backward and optimizer step."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

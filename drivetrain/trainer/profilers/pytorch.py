@@ -173,7 +173,7 @@ class PyTorchProfiler(Profiler):
         return joined
 
     def _synchronisations(self, events: Any) -> Iterator[str]:
-        """Yield a report line for each action that read tensor values, which makes the CPU wait for the GPU."""
+        """Yield a report line for each action that makes the CPU wait for the GPU."""
         found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent

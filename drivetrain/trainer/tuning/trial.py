@@ -48,7 +48,7 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Run a trial: up to `steps` training steps with the task's hooks, each run by `run_window`.
+        """Train for up to `steps` steps with the task's hooks.
 
         `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
         the trial. With `within_limits`, epochs end at `limit_train_batches`.
@@ -84,7 +84,10 @@ class TrainingTrial:
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Compute the gradients of one step, without an all-reduce, to see whether memory is enough."""
+        """Compute the gradients of one step, to find out whether memory is enough.
+
+        Runs no all-reduce.
+        """
         trainer = self._trainer
         trainer.current.stage = Stage.TRAIN
         trainer.logged.enter(TRAIN_STEP)
@@ -132,7 +135,7 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Yield the prepared training loader for trials of a search, and restore its position after the block."""
+    """Yield the training loader for a trial, and restore its position afterwards."""
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)

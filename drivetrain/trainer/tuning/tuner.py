@@ -190,7 +190,7 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set up a task for a search as its run would do, yield it, then tear down and restore the Trainer."""
+        """Set up a task for a search in the `with` block, then restore the Trainer."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
@@ -262,9 +262,9 @@ class Tuning:
             )
 
     def find_batch_size(self, task: Task, tried: BatchSizeRange) -> int | None:
-        """Find, set and return the largest batch size that fits into memory. Return None with `fast_dev_run`.
+        """Search for the largest batch size that fits into memory, set it and return it.
 
-        The batch size is that of the current stage. All ranks must call this together.
+        The batch size is that of the current stage. Return None with `fast_dev_run`. All ranks must call this together.
         """
         stage = self._trainer.task_run.stage
         if stage is None or self._is_skipped("batch size scaler"):
@@ -285,11 +285,10 @@ PATIENCE = 60.0
 
 
 def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
-    """Search for the largest batch size that fits into memory, set it, and return it.
+    """Search for the largest batch size that fits into memory, set it and return it.
 
-    The batch size is an attribute of the task or its data module.
-
-    All ranks must call this together, after the task is placed. Everything else is restored.
+    The batch size is an attribute of the task or its data module. All ranks must call this together, after the task is
+    placed. Everything else is restored.
     """
     attribute = check_batch_size_search(trainer, task, stage, tried)
     before = attribute.value
