@@ -69,11 +69,11 @@ class LoaderSource:
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """Return a copy of this source without its loaders, so that trials of a search create their own."""
+        """Return a copy of this source that has not created its loaders yet."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """Return the user's loader or loaders, as passed or as created by `train_dataloader` and the like, or None."""
+        """Return the user's own loader or loaders for this stage, or None."""
         if self._given is not None:
             return self._given
         method = self._stage.loader_name
@@ -94,7 +94,10 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """Return the prepared training loader. Create it on the first call, if outdated, or if `again` is True."""
+        """Return the prepared training loader, which is created on the first call.
+
+        It is created again if it is outdated, or if `again` is True.
+        """
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
@@ -184,7 +187,10 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch with the user's transfer hooks, or None if there are no hooks."""
+        """Return a function that moves a batch to the device with the user's transfer hooks.
+
+        None if the user has no such hooks and the precision converts no batches.
+        """
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
         owners: list[Any] = []
@@ -268,9 +274,10 @@ def limits_of(
     even: bool = False,
     given: Any = None,
 ) -> list[float]:
-    """Return how many batches to run per evaluation loader: its limit, applied to its longest length on any rank.
+    """Return the number of batches to run for each evaluation loader.
 
-    With `even`, ranks with different numbers of batches are an error. The keys of a dict in `given` name the loaders.
+    `limit` is applied to the loader's longest length on any rank. With `even`, ranks with different numbers of batches
+    are an error. The keys of a dict in `given` name the loaders.
     """
     limits = _limit_per_loader(limit, len(loaders), list(given) if isinstance(given, Mapping) else None, name)
     lengths = [length_of(loader) for loader in loaders]
@@ -364,7 +371,7 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
 
 
 def are_several(raw: Any) -> bool:
-    """Return True if the user passed a dict or list of loaders, rather than a single loader or a list of batches."""
+    """Return True if the user passed several loaders, in a dict or a list."""
     return isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and bool(raw) and _are_loaders(raw))
 
 
@@ -459,7 +466,7 @@ class TrainingBatches:
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Create the training loader anew before an epoch if it is outdated. Return True if that was done.
+        """Create the training loader anew if it is outdated, and return True if it was.
 
         It is outdated after `reload_dataloaders_every_n_epochs` epochs, and if one of its settings has changed. Within
         an epoch, the loader is never replaced.
@@ -487,16 +494,13 @@ class TrainingBatches:
         self.finished = self.origin = None
 
     def mark(self) -> None:
-        """Mark the state before a step: record random and loader state for checkpoints saved in the step.
-
-        Such a checkpoint then contains the state from before the step. The same holds for a validation.
-        """
+        """Record the state before a step or validation, for checkpoints saved during it."""
         self.snapshot.mark()
         # A combined loader can report only its present position, not one before a batch that was read ahead.
         self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[PendingBatch], None, None]:
-        """Yield the batches of an epoch as lists. Each list holds the micro-batches of one optimizer step.
+        """Yield one list of micro-batches for each optimizer step of an epoch.
 
         A list is complete before its first micro-batch is processed, so its size is known. Each batch moves to the
         device only when it is processed.
@@ -543,7 +547,7 @@ class TrainingBatches:
             self._feed = iter(())  # ends the workers if the loader was not read to its end
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the next batch to a `training_step` that reads `dataloader_iter`, or None at the epoch's end."""
+        """Return the next training batch to a step that reads batches itself, or None."""
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:

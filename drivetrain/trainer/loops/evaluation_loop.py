@@ -104,10 +104,10 @@ class EvaluationLoop:
 
     @contextmanager
     def _drawing_apart(self) -> Iterator[None]:
-        """Create validation loaders in the `with` block without changing the random state of training.
+        """Create validation loaders without changing the random state of training.
 
-        The block runs with the random state from the start of `fit`. Training thus draws equal numbers with and without
-        validation.
+        The `with` block runs with the random state from the start of `fit`. Training thus draws equal numbers with and
+        without validation.
         """
         state, self._drawn_from = self._drawn_from, None
         if state is None:
@@ -134,10 +134,10 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate the task on up to `at_most` batches of each loader. Return a dict of logged values per loader.
+        """Evaluate the task on its loaders, and return a dict of logged values for each.
 
-        With `keep=False`, as in the sanity check, results are discarded and positions restored. `watch` returns an
-        object for each loader that may end the evaluation after a signal.
+        `at_most` limits the batches of each loader. With `keep=False`, as in the sanity check, results are discarded
+        and positions restored. `watch` returns an object for each loader that may end the evaluation after a signal.
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
@@ -263,7 +263,7 @@ def _call_if_any(task: Task, name: str) -> None:
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
-    """Return `(dataloader_idx,)` if a step such as `validation_step` takes the loader's index, else `()`."""
+    """Return the loader's index as an argument tuple for a step, or () if it takes none."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()
     third = [p for p in parameters if p.kind in positional][2:3]
@@ -301,7 +301,7 @@ def evaluate(
     ckpt_path: str | os.PathLike[str] | None,
     run: Callable[[Task, nn.Module, LoaderSource], list[R]],
 ) -> list[R]:
-    """Run `validate`, `test` or `predict`: prepare the task, call `run`, clean up, and return the result.
+    """Run `validate`, `test` or `predict` on a task, and return the results.
 
     `run` gets the task, its prepared model and the source of its loaders. Without a `model`, it is the last one of
     `fit`.

@@ -237,7 +237,7 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Do periodic work that is due: write logged values, exchange stop requests, check limits like `max_steps`."""
+        """Write logged values, exchange stop requests and check limits, each when it is due."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
@@ -328,7 +328,10 @@ class FitLoop:
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call all `on_train_epoch_start` hooks. A subclass may skip those that ran before the resume (`is_again`)."""
+        """Call all `on_train_epoch_start` hooks.
+
+        `is_again` is True if they ran before the run was resumed. A subclass may then skip them.
+        """
         self._call(self._hooks.find("on_train_epoch_start"))
 
     def _call(self, hooks: Iterable[Callable[[], Any]]) -> None:

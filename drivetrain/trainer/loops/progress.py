@@ -159,7 +159,7 @@ class CurrentRun:
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Clear the current batch at an epoch's end, and record how many batches were started and finished."""
+        """Record the epoch's numbers of started and finished batches, and clear the batch."""
         self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
         self.leave_batch()
 
@@ -170,7 +170,7 @@ class CurrentRun:
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Set another stage for the `with` block, such as validation within training, then restore the old one."""
+        """Set the run's stage for the `with` block, such as a validation within training."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -178,7 +178,10 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the run's stage, current batch and loader lengths after trial steps in the `with` block."""
+        """Restore the current stage, batch and loader lengths after the `with` block.
+
+        Used for the trial steps of a search.
+        """
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
         try:
@@ -188,7 +191,6 @@ class CurrentRun:
                 setattr(self, name, value)
 
     def find_batch_size(self) -> int:
-        """Return the number of rows in the current batch, not counting padding rows."""
         info = self.batch_info
         if info is not None and info.rows is not None:
             return info.rows - info.padding
@@ -253,7 +255,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """Return the units, such as steps or tokens, of all durations that options, schedulers and callbacks use."""
+    """Return the units of all durations in the run's settings, such as steps or tokens."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
@@ -267,7 +269,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Computes in advance how many samples and tokens the next training step will process.
+    """Prediction of the samples and tokens that the next training step will process.
 
     Callbacks with a schedule in samples or tokens need the numbers in advance. Also detects the last step of an epoch.
     """
@@ -281,7 +283,6 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """Create a `Foresight`, or return None if no schedule of the run needs samples or tokens in advance."""
         units = _units_in_use(trainer)
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
@@ -360,7 +361,7 @@ class _Tokens:
         self._progress.tokens += int(self._topology.sum(total))
 
     def note(self, micro_batch: PendingBatch) -> None:
-        """Note the number of tokens on a micro-batch, so that it is known after the batch's memory is freed."""
+        """Store a micro-batch's number of tokens before the batch is freed."""
         if self._num_tokens is not None:
             info = micro_batch.info
             is_real = not info.is_padding

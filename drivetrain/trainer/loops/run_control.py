@@ -147,7 +147,7 @@ class EvaluationEnded(Exception):
 
 
 class EvaluationWatch:
-    """Ends a validation within `fit` after a signal such as Ctrl-C, at the same batch on all ranks.
+    """Watcher that ends a validation within `fit` on all ranks after a signal.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -159,18 +159,21 @@ class EvaluationWatch:
         self._batches, self._next = 0, 1
 
     def count_batch(self) -> None:
-        """Count an evaluated batch, and exchange signals with the other ranks if an exchange is due."""
+        """Count an evaluated batch, and exchange signals with the other ranks if due."""
         self._batches += 1
         if self._world_size == 1 or self._batches >= self._next:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Finish this rank's validation: wait for ranks that still evaluate, and exchange signals meanwhile."""
+        """Wait until all ranks have finished the validation, and exchange signals meanwhile."""
         while not self._exchange(ended=True):
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Share received signals and `ended` (no batches left) with all ranks. Return True if all have ended."""
+        """Exchange signals with all ranks, and return True if all have finished.
+
+        `ended` is True if this rank has no batches left.
+        """
         signals = self._signals
         everyone: list[tuple[bool, int, bool, bool]]
         per_batch = (time.monotonic() - self._began) / max(1, self._batches)
@@ -244,7 +247,7 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """Reason for which a run in a spawned process ended, as sent to the Trainer that started the process."""
+    """Reason for the end of a run, which a spawned process sends to its Trainer."""
 
     reason: StopReason | None
     details: str
@@ -296,7 +299,7 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set aside stop and rollback requests while the `with` block runs trial steps, and restore them afterwards.
+        """Set aside all stop requests while the `with` block runs trial steps.
 
         A signal during the block still ends the run.
         """
@@ -334,7 +337,7 @@ class RunControl:
 
     @property
     def signal(self) -> StopReason:
-        """Stop reason for the signal that ended the run: `PREEMPTED` or `INTERRUPTED`."""
+        """Stop reason of a run that a signal has ended."""
         return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
 
     @property
@@ -348,9 +351,9 @@ class RunControl:
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Request a stop of training after the current step, but not before `min_epochs` and `min_steps`.
+        """Request that training stops after the current step.
 
-        The request of one rank stops all ranks.
+        The request of one rank stops all ranks, but not before `min_epochs` and `min_steps`.
 
         Args:
             by: Reason for the stop in words.
@@ -394,7 +397,10 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Restore saved stop requests: if `stopped`, the resumed run stays stopped until `askers` withdraw them."""
+        """Restore the stop requests from the checkpoint of a resumed run.
+
+        If `stopped`, the run stays stopped until all `askers` withdraw their requests.
+        """
         self.withdraw_stop()
         if stopped:
             for asker in askers or [""]:
@@ -452,7 +458,7 @@ class RunControl:
 
     @property
     def watches_peers_or_clock(self) -> bool:
-        """True if training must check regularly for other ranks' stop requests or for `max_time`."""
+        """True if training must regularly check `max_time` or the stop requests of other ranks."""
         return self._world_size > 1 or self.options.max_time is not None
 
     @property
@@ -464,12 +470,10 @@ class RunControl:
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Agree with all ranks whether to stop: exchange stop requests, signals and failures of background saves.
+        """Exchange stop requests and signals between ranks, so that all stop together.
 
-        All ranks must call this after an equal number of batches.
-
-        Flags in `wishes` are combined over ranks by "or" and returned. If a save of `saves` has failed anywhere, all
-        raise.
+        All ranks must call this after an equal number of batches. Flags in `wishes` are combined over ranks by "or" and
+        returned. If a background save of `saves` has failed anywhere, all raise.
         """
         # A failed save is exchanged too: if one rank raised alone, the others would hang in their next collective.
         lost = saves is not None and saves.has_lost
@@ -515,7 +519,10 @@ class RunControl:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Return True if a requested stop may take effect: all ranks know of it, and `min_steps` is reached."""
+        """Return True if a stop request may take effect now.
+
+        All ranks must know of it, and `min_epochs` and `min_steps` must be reached.
+        """
         if self._world_size > 1 and not self.stop_agreed:
             return False
         # The maximum wins over `min_epochs` and `min_steps`, as a signal does.
@@ -559,7 +566,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Finish the run: record the reason why training ended, which `trainer.stop_reason` returns."""
+        """Record why the run has ended, as `trainer.stop_reason` returns it."""
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
         elif self.interrupted:
@@ -624,11 +631,10 @@ class StopExchange:
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Exchange boolean flags (`wishes`) between ranks. Each is returned as True if it is True on any rank.
+        """Combine boolean flags of all ranks: each becomes True if it is True on any rank.
 
-        All ranks must call this at an equal number of batches. With several ranks, it runs a collective.
-
-        `by` is the reason of this rank for a stop, or "". Also returns the first reason of any rank.
+        All ranks must call this at an equal number of batches. With several ranks, it runs a collective. `by` is the
+        reason of this rank for a stop, or "". Also returns the first reason of any rank.
         """
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
@@ -780,7 +786,7 @@ class ValidationSchedule:
         self._validated_at = time.monotonic()
 
     def record_due(self) -> None:
-        """Record that a validation must run now, because the time in `val_check_interval` has passed.
+        """Record that a validation is due because the time between validations has passed.
 
         A run that is resumed from a checkpoint within the validation then repeats it.
         """
@@ -809,7 +815,10 @@ class ValidationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """True if a validation must run now. Valid only at the batch count that `next_batch` returned."""
+        """True if a validation must run now.
+
+        Valid only at the batch count that `next_batch` returned.
+        """
         return self._counted is None or self.is_pending
 
     @property
@@ -850,7 +859,7 @@ class ValidationSchedule:
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return the batch count within the epoch at which `is_due` must be checked next."""
+        """Return the batch count of the epoch at which a validation may be due next."""
         every, done = self._every, self._progress.batches_in_epoch
         if self._counted is not None and self._exists:
             return done + 1

@@ -60,10 +60,6 @@ class ClosureStep(PlainStep):
     _repeats = False  # True from the closure's second call on, whose batch hooks are skipped
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step, in which the optimizer calls a closure. Return True if an optimizer stepped.
-
-        The closure may process the micro-batches several times. The batch hooks run only once.
-        """
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
         self._announced, self._repeats = None, False
@@ -179,7 +175,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if a task has one loss per named optimizer, but only one loss is supported."""
+    """Raise an error if a task has one loss per optimizer and this is not supported."""
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
@@ -198,7 +194,7 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step for strategies that schedule all micro-batches' forwards and backwards, as pipelines do.
+    """Optimizer step whose forwards and backwards are scheduled by the strategy.
 
     Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
     ranks receive its outputs and logged values.
@@ -277,9 +273,10 @@ class ScheduledStep(PlainStep):
 
 
 def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
-    """Raise `ConfigurationError` if a task needs manual optimization or a closure, with a pipeline strategy.
+    """Raise an error if a task does not work with a pipeline strategy.
 
-    Such a strategy runs the forward and backward of all micro-batches itself.
+    Such a strategy runs the forward and backward of all micro-batches itself, which excludes manual optimization and
+    closures.
     """
     if task.automatic_optimization and not by_closure:
         return
@@ -300,7 +297,7 @@ WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Range of rows in a micro-batch, which `auto_micro_batch` processes at once to save memory."""
+    """Rows of a micro-batch that are processed together to save memory."""
 
     place: int  # index of the micro-batch within the optimizer step
     first: int
@@ -329,7 +326,6 @@ class SplitStep(PlainStep):
         self._tried = 0  # number of parts in the last attempt
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step in parts that fit into memory. Return True if an optimizer stepped."""
         for micro_batch in window:
             self._show(micro_batch)
             self._announce(micro_batch)
@@ -362,10 +358,9 @@ class SplitStep(PlainStep):
     # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute a step's gradients, in smaller parts if memory runs out. Return the outputs of `training_step`.
+        """Compute a step's gradients, in smaller parts each time that memory runs out.
 
-        The parts are halved as long as memory runs out on any rank. Return the outputs of `training_step`, one per
-        micro-batch.
+        Return the outputs of `training_step`, one per micro-batch.
         """
         random, metrics = RandomState.capture(), metric_states(self._metrics)
         buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
@@ -388,7 +383,10 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute a step's gradients part by part, and return the output of `training_step` for each micro-batch."""
+        """Try to compute a step's gradients part by part.
+
+        Return the outputs of `training_step`, one per micro-batch. `failure` is the error of the previous attempt.
+        """
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         # More parts were asked for, but each part already consists of a single row.
         if failure is not None and len(parts) == self._tried:
@@ -414,7 +412,7 @@ class SplitStep(PlainStep):
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
-        """Run forward and backward on some rows of a micro-batch, and return the output of `training_step`.
+        """Run forward and backward on some rows of a micro-batch.
 
         `share` weighs the whole micro-batch in the mean over all ranks, `part` these rows in the step of this rank.
         """
@@ -435,7 +433,7 @@ class SplitStep(PlainStep):
     # Weights
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if this rank's `training_step` weights its losses, or None before the first real loss.
+        """Return True if this rank's loss has a weight, or None before its first real loss.
 
         Unlike the inherited method, this one runs no collective: a rank that is out of memory would not take part.
         """
@@ -448,7 +446,10 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Weight the losses on all ranks if the task of any rank returned a weight. Runs an all-reduce."""
+        """Weight the losses on all ranks if the loss of any rank has a weight.
+
+        Runs an all-reduce.
+        """
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)
@@ -487,7 +488,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """Combine the outputs that `training_step` returned for the parts of a micro-batch into a single output.
+    """Combine the outputs of `training_step` for the parts of a micro-batch.
 
     Losses with weights are summed (`sums`), others averaged. None if the task skipped all parts.
     """

@@ -63,7 +63,6 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Raise `ConfigurationError` if `training_step` with manual optimization returned no tensor, dict or None."""
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
@@ -136,10 +135,10 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step` to return a zero loss instead of None, so that this rank still joins the all-reduce.
+        """Wrap `training_step` to return a zero loss instead of None.
 
-        The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
-        part in the backward.
+        The rank then still joins the all-reduce. The zero loss is computed from the output of the forward. DDP searches
+        that output for the parameters that take part in the backward.
         """
         presence = self._presence
 
@@ -162,7 +161,7 @@ class DummyLoss:
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
-        """Return True if another rank took part in the step with a real loss, while this rank skipped its batches.
+        """Return True if another rank had a real loss in this step.
 
         Valid only on a rank that skipped all of its own batches, after the backward.
         """
@@ -172,7 +171,10 @@ class DummyLoss:
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the model's extra parameter `presence`, whose gradient shows if any rank had a real loss, or None."""
+    """Return the parameter `presence` of a wrapped model, or None if it has none.
+
+    The gradient of `presence` shows whether any rank had a real loss.
+    """
     if model is None:
         return None
     return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
@@ -195,18 +197,17 @@ def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
 
 
 class DataEnded(Exception):
-    """Exception that ends an epoch or an evaluation: a step has read its `dataloader_iter` past the end."""
+    """Exception raised when a step has read its `dataloader_iter` past the end."""
 
 
 Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Wrap a task's step so that loops can pass batch, index and loader index even if it takes only a batch.
+    """Wrap a task's step to accept a batch, its index and the index of its loader.
 
-    The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
-    batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
-    the current batch.
+    The loops always pass all three. A step with a single parameter receives the batch alone. A step with a parameter
+    `dataloader_iter` receives an iterator over such tuples of three, starting at the current batch.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
@@ -241,7 +242,7 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """Iterator over one evaluation loader, shared by the loop and a step that reads further batches itself."""
+    """Iterator over an evaluation loader from which a step may also read batches."""
 
     def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
         self._batches, self._loader, self._current = iter(batches), loader, current
@@ -259,7 +260,7 @@ class Feed:
         return self.batch
 
     def following(self) -> tuple[Any, int, int] | None:
-        """Return the next batch with its index and the loader's index for `dataloader_iter`, or None at the end."""
+        """Return the next batch, its index and that of the loader, or None at the end."""
         for batch in self:
             return batch, self.index, self._position
         return None
@@ -276,7 +277,10 @@ class Feed:
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Discard what a task logs in the `with` block, and restore its metrics, so that padding does not count."""
+    """Discard values that a task logs in the `with` block, and restore its metrics.
+
+    Used for padding, which must not count.
+    """
     before = logged.skips
     logged.skips = True
     try:
@@ -342,7 +346,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """Runner of optimizer steps with automatic optimization: forward, backward, hooks, `optimizer.step`.
+    """Optimizer step with automatic optimization, over one or more micro-batches.
 
     The constructor makes all choices that stay equal during a run, so that each step runs only what it needs.
     """
@@ -404,7 +408,10 @@ class PlainStep:
         self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step over the micro-batches in `window`. Return True if an optimizer stepped."""
+        """Run one optimizer step over a list of micro-batches.
+
+        Return True if an optimizer stepped.
+        """
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
@@ -434,7 +441,7 @@ class PlainStep:
             self._engine.weights.expect()
 
     def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
-        """Run hooks, forward and backward for a micro-batch, and return the output of `training_step` or None.
+        """Run a micro-batch's hooks, forward and backward, and return the step's output.
 
         To save memory, None is returned for all but the last micro-batch of a step, unless the step reads them again.
         """
@@ -479,7 +486,6 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Return the next batch with its indices to a step that reads `dataloader_iter`, or None at the end."""
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:
             return None
@@ -528,11 +534,14 @@ class PlainStep:
             raise
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if `training_step` returns a weight with its loss on any rank. Runs a collective."""
+        """Return True if the loss of any rank has a weight.
+
+        Runs a collective.
+        """
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
     def _has_loss(self) -> bool:
-        """Return True if any rank has a real loss in this step. Otherwise, no optimizer must step."""
+        """Return True if any rank has a real loss in this step."""
         if not self._has_gradients:
             return False
         if self._took_part or self._dummy_loss is None:
@@ -610,7 +619,6 @@ class ManualStep(PlainStep):
         """Do nothing: with manual optimization, gradients cannot be computed without steps of the optimizers."""
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run a `training_step` that steps the optimizers itself. Return True if any optimizer stepped."""
         self._begin(window)
         self._engine.steps_taken = 0
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
@@ -626,9 +634,9 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Return a zero-grad function for all optimizers, and True if it may be called before the forward.
+    """Choose how gradients are cleared, and whether this may happen before the forward.
 
-    It must run later, before the backward, if hooks or an override in the task observe the call.
+    It must happen later, before the backward, if hooks or an override in the task observe the call.
     """
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
@@ -652,8 +660,7 @@ def choose_zero_grad(
 
 
 def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
-    """Clear the gradients of the optimizers' parameters, and of `beside`, a parameter that no optimizer has."""
     for optimizer in optimizers:
         optimizer.zero_grad()
-    if beside is not None:
+    if beside is not None:  # a parameter that no optimizer has, such as `presence`
         beside.grad = None
