@@ -141,12 +141,11 @@ class LoggedValue:
                 self.fold()
 
     def folded(self) -> Any:
-        """Fold the stored values into the epoch's running total. Return the total, or None if there is none."""
         self.fold()
         return self.total
 
     def fold(self) -> None:
-        """Fold the values stored since the last call into the epoch's running total, to free their memory."""
+        """Add the values stored since the last call to the epoch's running total."""
         if not self._pending:
             return
         values, weights = _stack(self._pending), self._weights
@@ -168,11 +167,10 @@ class LoggedValue:
             self.total = part if total is None else pick(torch.stack([total, part]), 0)
 
     def mark(self) -> Mark:
-        """Return a `Mark`: a snapshot of this value, for a checkpoint that is saved after newer ones are logged."""
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """Return the values logged under one name and their `self.log` options as a dict for a checkpoint.
+        """Return the values and options of one logged name, for a checkpoint.
 
         Stored values are not reduced first: another order of additions would change the result of the epoch.
         """
@@ -204,7 +202,9 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, total: Any = None) -> dict[str, Any]:
-        """Return this rank's epoch total as a dict of plain Python values, which can be sent to other ranks.
+        """Return this rank's total of one logged name, with its options, as plain values.
+
+        They can be sent to other ranks.
 
         Args:
             total: The total as a number, or as a list for a function of `reduce_fx`. None if there is none.
@@ -225,7 +225,7 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Snapshot of what was logged under one name, for a checkpoint that is saved after newer values came.
+    """Snapshot of the values logged under one name, for a later checkpoint.
 
     The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
@@ -240,7 +240,7 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """Result of one logged name for a whole epoch, reduced over all batches and ranks."""
+    """Result of one logged name over an epoch, reduced over all batches and ranks."""
 
     name: str
     epoch_name: str  # with the suffix `_epoch` if the value of each step is kept too
@@ -256,7 +256,7 @@ def _stack(values: list[Value]) -> Tensor:
 
 
 def _weighted(values: Tensor, weights: list[float]) -> Tensor:
-    """Multiply values by weights, grouped into runs of equal weights to avoid a copy to the device."""
+    # One multiplication per run of equal weights, since a tensor of weights would be a copy to the device.
     runs = [(weight, len(list(run))) for weight, run in groupby(weights)]
     parts = torch.split(values, [length for _, length in runs])
     return torch.cat([part * weight for part, (weight, _) in zip(parts, runs, strict=True)])
@@ -290,7 +290,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Return two bools: whether `self.log` stores a value for its step, and for its epoch.
+    """Return whether `self.log` stores a value for its step, and whether for its epoch.
 
     `known` holds what was logged under this name with other options before.
     """
@@ -354,9 +354,9 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """Reduce all ranks' totals of a logged value to the epoch's result, or None if no rank has a total.
+    """Combine the ranks' totals of one logged name into its result for the epoch.
 
-    With `sync_dist=False`, only the total of this rank (`local`) is used.
+    With `sync_dist=False`, only the total of this rank (`local`) is used. None if there is no total.
     """
     first = everyone[0]
     parts = everyone
@@ -418,7 +418,7 @@ def latest_of(entries: Iterable[LoggedValue]) -> dict[str, Value]:
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the latest step values by name, each combined over all ranks, for example as their mean."""
+    """Return the latest step values by name, each combined over all ranks."""
     values: dict[str, float] = {}
     for entry in entries_to_sync(entries):
         found = [each[entry.step_name] for each in everyone if entry.step_name in each]
@@ -433,7 +433,7 @@ _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
 class LogMark(NamedTuple):
-    """Snapshot of all values that training has logged, from which a checkpoint can be saved later."""
+    """Snapshot of all values logged in training, for a later checkpoint."""
 
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
@@ -480,7 +480,7 @@ class LoggedValues:
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Enter a part of the run, such as the validation of one loader, to which later `self.log` calls belong."""
+        """Set the part of the run, such as a validation, to which `self.log` calls now belong."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
@@ -515,7 +515,10 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[Call]]:
-        """Yield a list that collects all `self.log` calls of the `with` block. Their values are not stored."""
+        """Divert the `self.log` calls of the `with` block to a list, and yield the list.
+
+        Their values are not stored.
+        """
         calls: list[Call] = []
 
         def collect(name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
@@ -569,9 +572,9 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Yield a list that collects all `self.log` calls of the `with` block. Their values are stored as well.
+        """Yield a list that records the `self.log` calls of the `with` block.
 
-        Other ranks of a pipeline then repeat the calls with `replay`.
+        Their values are stored as usual. Other ranks of a pipeline then repeat the calls with `replay`.
         """
         calls: list[Call] = []
         self._record = calls
@@ -581,7 +584,7 @@ class LoggedValues:
             self._record = None
 
     def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
-        """Repeat calls of `self.log` that another rank of a pipeline has recorded, to have its values here too."""
+        """Repeat calls of `self.log` that another rank of a pipeline has recorded."""
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
             if metric is not None:
@@ -635,7 +638,10 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return another key for a name that two loaders have logged. The default raises `ConfigurationError`."""
+        """Return another key for a name that a second evaluation loader has logged.
+
+        The default raises `ConfigurationError`.
+        """
         raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Set add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
@@ -646,12 +652,12 @@ class LoggedValues:
     # Checkpoints
 
     def mark(self) -> LogMark:
-        """Return a snapshot of all values that training has logged, from which a checkpoint can be saved later."""
+        """Return a snapshot of the values logged in training, for a later checkpoint."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """Return the values logged in the current epoch on this rank, and earlier results, for a checkpoint."""
+        """Return this rank's logged values for a checkpoint."""
         then = mark or self.mark()
         return {
             "train": [entry.state_dict(at) for entry, at in then.entries],
@@ -716,11 +722,10 @@ class LoggedValues:
         return {name: synced.get(name, value) for name, value in values.items()}
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the last step's values after an exception, and the names of those not reduced over ranks.
+        """Return the last step's values after an exception, and the names of unreduced ones.
 
-        Runs no collective, because a rank that failed would not take part.
-
-        `exchange` sends a text to all ranks and returns theirs, or None if some do not reply.
+        Runs no collective, because a rank that failed would not take part. `exchange` sends a text to all ranks and
+        returns theirs, or None if some do not reply.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         latest = to_numbers(latest_of(entries))
@@ -732,7 +737,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """Return the newest value of each logged name, for callbacks that read `trainer.callback_metrics`.
+        """Return the newest value of each logged name, as in `trainer.callback_metrics`.
 
         With `newest`, a value of a step precedes the result of the last epoch.
         """
@@ -749,7 +754,10 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch. Return the values that its step logged, and how many batches came before it."""
+        """Count an evaluated batch, and return the values that its step logged.
+
+        Also returns how many batches of the loader came before it.
+        """
         number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
         for entry in self._current.values():
@@ -830,7 +838,7 @@ class LoggedValues:
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return `computed`, the result of a torchmetrics object's `compute()`, as a scalar or None."""
+        """Return the result of a metric's `compute()` as a scalar, or None if it has none."""
         if computed is None:
             return None
         if isinstance(computed, Tensor) and computed.numel() == 1:
@@ -850,12 +858,13 @@ class LoggedValues:
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Restore from a checkpoint which metrics have finished their epoch, so that `reset_finished` resets them."""
+        """Restore from a checkpoint which metrics `reset_finished` must reset."""
         self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
-        """Reset all metrics whose epoch is over. Called last, since hooks at the epoch's end may read them."""
-        for metric in self._finished:  # not earlier: metrics of one collection may share their states
+        """Reset the torchmetrics objects whose epoch is over."""
+        # Not earlier: hooks at the end of the epoch may read them, and metrics of one collection may share their states.
+        for metric in self._finished:
             metric.reset()
         self._finished.clear()
 
@@ -864,14 +873,14 @@ class LoggedValues:
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Discard all values that were logged in the given stages, such as validation, before they start again."""
+        """Discard the values that were logged in the given stages of the run."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Discard logged values and reset their metrics when `fit`, `validate`, `test` or `predict` begins."""
+        """Discard all logged values and reset their metrics when a run begins."""
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
@@ -882,7 +891,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Remember numbers that `self.log` did not record, for `trainer.callback_metrics` and the progress bar."""
+        """Add values to `trainer.callback_metrics` and the progress bar without `self.log`."""
         self._epoch.update(values)
         self._bar.update(bar or {})
 
@@ -928,7 +937,7 @@ def _is_same_function(one: Any, other: Any) -> bool:
 
 
 class _Call(NamedTuple):
-    """Call of `self.log` that was recorded for one part of a micro-batch."""
+    """Arguments of a `self.log` call that was recorded for one part of a micro-batch."""
 
     value: Any
     arguments: tuple[Any, ...]  # in the order of `ARGUMENTS`
@@ -937,7 +946,7 @@ class _Call(NamedTuple):
 
 
 class HeldBack:
-    """Buffer for `self.log` calls while a micro-batch is processed in several parts to save memory."""
+    """Buffer of the `self.log` calls for a micro-batch that is processed in parts."""
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged
@@ -948,7 +957,10 @@ class HeldBack:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect the `self.log` calls of the `with` block, which runs a part of micro-batch number `place`."""
+        """Collect the `self.log` calls of the `with` block for one part of a micro-batch.
+
+        `place` is the index of the micro-batch.
+        """
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:
@@ -959,7 +971,7 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log the values of micro-batch number `place`: combine those of its parts, and log each name once."""
+        """Log each name once for a micro-batch, with the values of its parts combined."""
         parts = self._parts.get(place, [])
         for key in dict.fromkeys(key for calls in parts for key in calls):
             found = [calls[key] for calls in parts if key in calls]

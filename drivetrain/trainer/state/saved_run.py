@@ -56,12 +56,10 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Merge the logged values and metric states of a checkpoint for this rank, if the number of ranks differs.
+    """Merge the logged values and metric states of several saved ranks into those of this rank.
 
-    Also used if the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run, so
-    that sums over an epoch stay complete.
-
-    Return {} if the checkpoint has no logged values.
+    Used if the number of ranks or their layout has changed. Each saved rank is assigned to exactly one rank of this
+    run, so that sums over an epoch stay complete. Return {} if the checkpoint has no logged values.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -153,7 +151,7 @@ class StepSnapshot:
         self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
-        """Take the snapshot: copy random states, metrics and buffers before a step or validation changes them."""
+        """Copy random states, metrics and buffers before a step or validation."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
         self.random = RandomState.capture()
@@ -162,24 +160,27 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Update the task's buffers in the snapshot, after a callback such as `WeightAveraging` exchanged them."""
+        """Copy the task's buffers into the snapshot again, after a callback exchanged them."""
         if self.is_open:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Discard the snapshot after its step, so that the next checkpoint stores the current state."""
+        """Discard the snapshot, so that the next checkpoint stores the current state."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
-        """True while the step or validation of this snapshot runs. Checkpoints then store the snapshot."""
+        """True while the step or validation that follows the snapshot is running.
+
+        Checkpoints then store the snapshot.
+        """
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Set the task's buffers to their values in the snapshot for the `with` block, which saves a checkpoint.
+        """Set the task's buffers to their values in the snapshot for the `with` block.
 
         Used while a checkpoint is saved. Does nothing between two steps.
         """
@@ -198,9 +199,9 @@ class StepSnapshot:
             buffer.data.copy_(value)  # `.data` keeps the version counter: the open backward would fail otherwise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's logged values and metric states from before the current step, for a checkpoint.
+        """Return this rank's logged values and metric states for a checkpoint.
 
-        Between two steps, they are the current ones.
+        During a step, they are those from before the step.
         """
         if self.is_open:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
@@ -224,7 +225,7 @@ logger = get_logger(__name__)
 
 
 class Directories(CheckpointFormat):
-    """Default checkpoint format: a directory with one part for each rank."""
+    """Default checkpoint format, which writes a directory."""
 
     name = "drivetrain"
 
@@ -492,7 +493,10 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the loader position and random state after the last finished step, for a checkpoint."""
+    """Return the random state and loader positions to save in a checkpoint.
+
+    They are those after the last finished step.
+    """
     if trainer.loop is None:
         return Moment()
     batches, progress = trainer.loop.batches, trainer.progress
