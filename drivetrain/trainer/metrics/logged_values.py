@@ -863,7 +863,7 @@ class LoggedValues:
 
     def reset_finished(self) -> None:
         """Reset the torchmetrics objects whose epoch is over."""
-        # Not earlier: hooks at the end of the epoch may read them, and metrics of one collection may share their states.
+        # Not earlier: hooks at the epoch's end may read them, and metrics of one collection may share their states.
         for metric in self._finished:
             metric.reset()
         self._finished.clear()
