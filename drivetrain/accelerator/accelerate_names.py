@@ -35,10 +35,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options for sharding a model with FSDP. `Accelerator(fsdp_plugin=...)` takes them, as in Accelerate.
+    """Options for sharding a model with FSDP.
 
-    `Accelerator(strategy=drivetrain.FSDP(...))` takes the options directly. Options without a meaning for `fully_shard`
-    are accepted and logged once.
+    `Accelerator(fsdp_plugin=...)` takes them, as in Accelerate. `Accelerator(strategy=drivetrain.FSDP(...))` takes the
+    options directly. Options without a meaning for `fully_shard` are accepted and logged once.
     """
 
     fsdp_version: int | None = None
@@ -285,7 +285,10 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the `Strategy` for the plugins that were passed to `Accelerator`. None without plugins."""
+    """Return the `Strategy` for the plugins that were passed to `Accelerator`.
+
+    None without plugins.
+    """
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
@@ -389,9 +392,10 @@ class AORecipeKwargs(FP8Handler):
 
 @dataclass
 class TERecipeKwargs(FP8Handler):
-    """FP8 recipe for NVIDIA's TransformerEngine. Passed to `Accelerator` in `kwargs_handlers`.
+    """FP8 recipe for NVIDIA's TransformerEngine.
 
-    None means Accelerate's default: HYBRID, history length 1024, algorithm "most_recent".
+    Passed to `Accelerator` in `kwargs_handlers`. None means Accelerate's default: HYBRID, history length 1024,
+    algorithm "most_recent".
     """
 
     use_autocast_during_eval: bool | None = None
@@ -441,7 +445,10 @@ Handler = TypeVar("Handler")
 
 
 class DDPCommunicationHookType(str, Enum):
-    """DDP communication hooks to choose from. They compress gradients before the all-reduce, to save time."""
+    """DDP communication hooks to choose from.
+
+    They compress gradients before the all-reduce, to save time.
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -452,9 +459,10 @@ class DDPCommunicationHookType(str, Enum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of torch's `DistributedDataParallel`. Passed to `Accelerator` in `kwargs_handlers`.
+    """Options of torch's `DistributedDataParallel`.
 
-    `Accelerator(strategy=drivetrain.DDP(...))` takes the options directly.
+    Passed to `Accelerator` in `kwargs_handlers`. `Accelerator(strategy=drivetrain.DDP(...))` takes the options
+    directly.
 
     Attributes:
         dim: Accepted without effect. Batches are never scattered.
@@ -496,7 +504,10 @@ def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
 
 @dataclass
 class GradScalerKwargs:
-    """Options of the gradient scaler for precision `"fp16"`. Passed to `Accelerator` in `kwargs_handlers`."""
+    """Options of the gradient scaler for precision `"fp16"`.
+
+    Passed to `Accelerator` in `kwargs_handlers`.
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -507,7 +518,9 @@ class GradScalerKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """Options for `torch.distributed.init_process_group`, such as the backend. Passed in `kwargs_handlers`.
+    """Options for `torch.distributed.init_process_group`, such as the backend.
+
+    Passed in `kwargs_handlers`.
 
     Attributes:
         backend: The c10d backend, instead of the device's default.
@@ -533,7 +546,10 @@ class InitProcessGroupKwargs:
 
 @dataclass
 class AutocastKwargs:
-    """Options of `torch.autocast` for mixed precision. Passed to `Accelerator` in `kwargs_handlers`."""
+    """Options of `torch.autocast` for mixed precision.
+
+    Passed to `Accelerator` in `kwargs_handlers`.
+    """
 
     enabled: bool = True
     cache_enabled: bool = True
@@ -691,7 +707,10 @@ def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
-    """Return the fields of a `kwargs_handlers` object as keyword arguments. For None, the dict is empty."""
+    """Return the fields of a `kwargs_handlers` object as keyword arguments.
+
+    For None, the dict is empty.
+    """
     return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
 
 
@@ -721,9 +740,10 @@ class DynamoBackend(str, Enum):
 
 @dataclass
 class TorchDynamoPlugin:
-    """Options of `torch.compile` for prepared models. Passed as `Accelerator(dynamo_plugin=...)`.
+    """Options of `torch.compile` for prepared models.
 
-    A model is compiled in place (`nn.Module.compile`). Its parameters keep their names, and every strategy supports it.
+    Passed as `Accelerator(dynamo_plugin=...)`. A model is compiled in place (`nn.Module.compile`). Its parameters keep
+    their names, and every strategy supports it.
 
     Attributes:
         backend: A member of `DynamoBackend`, its name, or another `torch.compile` backend. None compiles nothing.

@@ -121,7 +121,9 @@ class Collectives:
         return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise, for example by a sum. Return the result on every process.
+        """Combine tensors of all processes elementwise, for example by a sum.
+
+        Return the result on every process.
 
         Args:
             tensor: A tensor, or a nested structure of tensors.
@@ -148,11 +150,17 @@ class Collectives:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Request a joint action, such as stopping early, from any process. All processes see it in `check_trigger`."""
+        """Request a joint action, such as stopping early, from any process.
+
+        All processes see it in `check_trigger`.
+        """
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Return True on all processes if any has called `set_trigger` since the last check. All must call this."""
+        """Return True on all processes if any has called `set_trigger` since the last check.
+
+        All must call this.
+        """
         flag = torch.tensor(int(self._is_triggered), device=self.state.device)
         self._is_triggered = False
         return bool(collectives.reduce(flag, "max").item())
@@ -264,7 +272,10 @@ class ProcessControl:
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine only. Takes the arguments of the built-in `print`."""
+        """Print on the first process of each machine only.
+
+        Takes the arguments of the built-in `print`.
+        """
         self.state.print(*args, **kwargs)
 
 
@@ -553,7 +564,10 @@ class EngineStatus:
 
     @property
     def fp8_backend(self) -> str | None:
-        """The package that computes in FP8, such as `"torchao"`. None if the precision is not FP8."""
+        """The package that computes in FP8, such as `"torchao"`.
+
+        None if the precision is not FP8.
+        """
         return backend_of(self.precision)
 
     @property
@@ -601,7 +615,10 @@ class EngineStatus:
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder for the files of experiment trackers, such as TensorBoard. None if it is not set."""
+        """The folder for the files of experiment trackers, such as TensorBoard.
+
+        None if it is not set.
+        """
         return self.project_configuration.logging_dir
 
 
@@ -619,9 +636,9 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start a run in each experiment tracker that `log_with` selects. Call it on all processes.
+        """Start a run in each experiment tracker that `log_with` selects.
 
-        After `load_state`, the trackers continue the checkpoint's runs.
+        Call it on all processes. After `load_state`, the trackers continue the checkpoint's runs.
 
         Args:
             project_name: The name of the project, or of the directory of its runs.
@@ -674,7 +691,9 @@ class Tracking:
         return self.tracking.group.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the experiment tracker with a name. Its methods do nothing except on the main process.
+        """Return the experiment tracker with a name.
+
+        Its methods do nothing except on the main process.
 
         Args:
             name: The tracker's name.
@@ -710,7 +729,9 @@ def save_object(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save an object to a file, with `torch.save` or as safetensors. Only the main process writes the file.
+    """Save an object to a file, with `torch.save` or as safetensors.
+
+    Only the main process writes the file.
 
     Args:
         obj: The object. With `safe_serialization`, a dict of tensors.
@@ -779,7 +800,9 @@ class ModelHandling:
         return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a prepared model's full state dict with tensors on the CPU. All processes must call this method.
+        """Return a prepared model's full state dict with tensors on the CPU.
+
+        All processes must call this method.
 
         Args:
             model: A prepared model.
@@ -827,9 +850,10 @@ class ModelHandling:
         self.tracking.leave()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
-        """Save an object, such as a dict of tensors, to a file. Only the main process writes the file.
+        """Save an object, such as a dict of tensors, to a file.
 
-        With `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine saves it.
+        Only the main process writes the file. With `ProjectConfiguration(save_on_each_node=True)`, the first process of
+        each machine saves it.
 
         Args:
             obj: The object. With `safe_serialization`, a dict of tensors.
@@ -1100,7 +1124,10 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        """Return the function that copies a batch to this process's device. None on the CPU, which needs no copy."""
+        """Return the function that copies a batch to this process's device.
+
+        None on the CPU, which needs no copy.
+        """
         return self.preparation.default_placement()
 
     # step
@@ -1138,7 +1165,9 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
             raise
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Undo the loss scaling of fp16 in the gradients. Call it before you read or change gradients.
+        """Undo the loss scaling of fp16 in the gradients.
+
+        Call it before you read or change gradients.
 
         Args:
             optimizer: One or several prepared optimizers. None unscales the gradients of all.

@@ -41,10 +41,10 @@ class Compilation:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile a model in place with `torch.compile`. A model that is already compiled is left as it is.
+        """Compile a model in place with `torch.compile`.
 
-        Of a Trainer's task, each submodule is compiled instead of the step methods, so that logging causes no graph
-        breaks.
+        A model that is already compiled is left as it is. Of a Trainer's task, each submodule is compiled instead of
+        the step methods, so that logging causes no graph breaks.
         """
         whole = _callable_parts(model.task) if isinstance(model, StepModule) else [model]
         if not whole:

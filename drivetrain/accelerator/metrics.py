@@ -194,7 +194,7 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """Return how many rows are missing from the loader's current batch to make it full. 0 if unknown."""
+    """Return how many rows a loader's current batch lacks to be full, or 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

@@ -148,17 +148,26 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use, from the script or the launcher. None if the run does not use DeepSpeed."""
+        """The DeepSpeed plugin in use, from the script or the launcher.
+
+        None if the run does not use DeepSpeed.
+        """
         return self.record.plugins.get("deepspeed_plugin")
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The FSDP plugin in use, from the script or the launcher. None if there is no such plugin."""
+        """The FSDP plugin in use, from the script or the launcher.
+
+        None if there is no such plugin.
+        """
         return self.record.plugins.get("fsdp_plugin")
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The Megatron-LM plugin in use, from the script or the launcher. None if there is no such plugin."""
+        """The Megatron-LM plugin in use, from the script or the launcher.
+
+        None if there is no such plugin.
+        """
         return self.record.plugins.get("megatron_lm_plugin")
 
     @property
@@ -173,7 +182,10 @@ class AcceleratorState(PartialState):
 
     @property
     def parallelism_config(self) -> Any:
-        """The sizes of the device mesh, from the script or the launcher. None if the run has no mesh."""
+        """The sizes of the device mesh, from the script or the launcher.
+
+        None if the run has no mesh.
+        """
         return self.record.plugins.get("parallelism_config")
 
     @property
@@ -282,7 +294,10 @@ class PrecisionForward:
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Make a module's `forward` run in a precision, such as under autocast. Replaces an earlier wrapping."""
+    """Make a module's `forward` run in a precision, such as under autocast.
+
+    Replaces an earlier wrapping.
+    """
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
@@ -351,7 +366,10 @@ def accelerate_name(precision: Precision, strategy: Strategy) -> str:
 
 
 def backend_of(precision: Precision) -> str | None:
-    """Return the package that computes in a precision, such as `"torchao"`. None if torch itself does."""
+    """Return the package that computes in a precision, such as `"torchao"`.
+
+    None if torch itself does.
+    """
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
@@ -445,7 +463,10 @@ def make_state(
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project configuration with the given output directory. Raise an error if it has another one."""
+    """Return the project configuration with the given output directory.
+
+    Raise an error if it has another one.
+    """
     given = None if directory is None else os.fspath(directory)
     if configuration is None:
         return ProjectConfiguration(project_dir=given)
@@ -627,7 +648,10 @@ class Preparation:
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the full state dict of a prepared model, with tensors on the CPU. All processes must call this."""
+        """Return the full state dict of a prepared model, with tensors on the CPU.
+
+        All processes must call this.
+        """
         return self._strategy.state.model(model, full=True, everywhere=True)
 
     # optimizers and schedulers

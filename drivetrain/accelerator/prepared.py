@@ -67,7 +67,10 @@ class Prepared:
         self.forget([model, *optimizers, *schedulers])
 
     def clear(self) -> None:
-        """Stop keeping track of all prepared objects. Objects registered for checkpointing are kept."""
+        """Stop keeping track of all prepared objects.
+
+        Objects registered for checkpointing are kept.
+        """
         for group in self._groups():
             group.clear()
 
@@ -150,7 +153,10 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The options of gradient accumulation as a dict. Changes to it apply from the next micro-batch on."""
+        """The options of gradient accumulation as a dict.
+
+        Changes to it apply from the next micro-batch on.
+        """
         return vars(self.plugin)
 
     @property
@@ -175,13 +181,19 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The data loader being iterated, which in nested loops is the innermost one. None outside of loops."""
+        """The data loader being iterated, which in nested loops is the innermost one.
+
+        None outside of loops.
+        """
         _, active = self._find()
         return None if active is None else active.innermost
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """List of the data loaders being iterated, outermost first. Its first entry is always None."""
+        """List of the data loaders being iterated, outermost first.
+
+        Its first entry is always None.
+        """
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
@@ -198,7 +210,10 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The number of samples in the last global batch, without padding. -1 before the last batch, or if unknown."""
+        """The number of samples in the last global batch, without padding.
+
+        -1 before the last batch, or if unknown.
+        """
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
@@ -257,7 +272,10 @@ class PreparedOptimizer(OptimizerProxy):
         return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer. Its gradients are reduced from the next step on."""
+        """Add a parameter group to the wrapped optimizer.
+
+        Its gradients are reduced from the next step on.
+        """
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -267,7 +285,9 @@ class PreparedOptimizer(OptimizerProxy):
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights if the current micro-batch is the last to accumulate. Otherwise, do nothing.
+        """Update the weights if the current micro-batch is the last to accumulate.
+
+        Otherwise, do nothing.
 
         Args:
             closure: A function that computes the loss and its gradients. None if the gradients exist already.
@@ -325,7 +345,10 @@ class PreparedOptimizer(OptimizerProxy):
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the original optimizer from a prepared one. Other optimizers are returned unchanged."""
+    """Return the original optimizer from a prepared one.
+
+    Other optimizers are returned unchanged.
+    """
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
@@ -416,7 +439,10 @@ class AccumulationWindow:
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Start the accumulation of `size` micro-batches for one optimizer step. Used by the Trainer."""
+        """Start the accumulation of `size` micro-batches for one optimizer step.
+
+        Used by the Trainer.
+        """
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size

@@ -181,7 +181,10 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Load the checkpoint's weights into the given models. With `models=None`, load all prepared models."""
+        """Load the checkpoint's weights into the given models.
+
+        With `models=None`, load all prepared models.
+        """
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -262,7 +265,10 @@ class SavedEngine:
 
 
 def restore_random(state: Mapping[str, Any] | None) -> None:
-    """Set the random number generators of Python, NumPy and torch to a saved state. None changes nothing."""
+    """Set the random number generators of Python, NumPy and torch to a saved state.
+
+    None changes nothing.
+    """
     if state is not None:
         RandomState.from_state_dict(state).restore()
 
@@ -283,7 +289,10 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """Numbered checkpoints, `checkpoints/checkpoint_<n>`. The oldest are removed if there are too many."""
+    """Numbered checkpoints, `checkpoints/checkpoint_<n>`.
+
+    The oldest are removed if there are too many.
+    """
 
     configuration: ProjectConfiguration
     state: PartialState
@@ -294,7 +303,10 @@ class NumberedCheckpoints:
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the folder for the next numbered checkpoint. Raise an error if the folder exists already."""
+        """Return the folder for the next numbered checkpoint.
+
+        Raise an error if the folder exists already.
+        """
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(

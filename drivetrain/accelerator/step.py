@@ -376,7 +376,9 @@ class OptimizerStep:
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer if the current micro-batch is the last to accumulate. Otherwise, do nothing.
+        """Step one optimizer if the current micro-batch is the last to accumulate.
+
+        Otherwise, do nothing.
 
         Returns:
             The closure's return value, or None without a closure. Also None if the optimizer calls the closure itself.

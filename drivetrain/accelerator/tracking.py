@@ -49,7 +49,10 @@ class RunTracking:
         atexit.register(self._at_exit)
 
     def finish(self) -> None:
-        """End the runs of all experiment trackers. They are marked as failed if an exception is being handled."""
+        """End the runs of all experiment trackers.
+
+        They are marked as failed if an exception is being handled.
+        """
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
@@ -58,7 +61,10 @@ class RunTracking:
         self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return an experiment tracker by its name. With `unwrap=True`, return the tracking library's own object."""
+        """Return an experiment tracker by its name.
+
+        With `unwrap=True`, return the tracking library's own object.
+        """
         found = self.group.get(name)
         return found.tracker if unwrap else found
 

@@ -143,7 +143,10 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _in_words(reason: str) -> str:
-    """Return torch's reason for a recompilation in plain words. Unknown reasons are returned unchanged."""
+    """Return torch's reason for a recompilation in plain words.
+
+    Unknown reasons are returned unchanged.
+    """
     first = reason.strip().splitlines()[0]
     first = re.sub(r"^\d+/\d+: *", "", first)  # the number of the compiled version that did not match
     for pattern, words in _REASONS:

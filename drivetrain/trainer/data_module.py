@@ -115,7 +115,10 @@ class DataModule(HoldsHyperParameters, DataHooks):
         return {**self.__dict__, "trainer": None}
 
     def on_exception(self, exception: BaseException) -> None:
-        """Handle an exception that ends the run, for example to close files. It is raised again afterwards."""
+        """Handle an exception that ends the run, for example to close files.
+
+        It is raised again afterwards.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data module's own state as a dict, which is saved in each checkpoint."""

@@ -21,7 +21,10 @@ Hook = Callable[..., Any]
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
-    """Return True if an object or its class replaces a method of `base`. An attribute set to None does not count."""
+    """Return True if an object or its class replaces a method of `base`.
+
+    An attribute set to None does not count.
+    """
     if name in getattr(owner, "__dict__", {}):
         # Assigned to the instance: another method, or None to disable the hook.
         return owner.__dict__[name] is not None
@@ -161,7 +164,10 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call all hooks, even if some of them raise. Log their exceptions, and return these as a list."""
+    """Call all hooks, even if some of them raise.
+
+    Log their exceptions, and return these as a list.
+    """
     errors: list[BaseException] = []
     for hook in hooks:
         try:

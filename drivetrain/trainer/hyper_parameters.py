@@ -203,7 +203,6 @@ def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value is a number, a string, None, or a list, tuple or dict of such values."""
     if isinstance(value, Mapping):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list | tuple):
@@ -300,7 +299,10 @@ class HoldsHyperParameters:
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add constructor arguments to `hparams` for `save_hyperparameters`. Modules are left out with a warning."""
+        """Add constructor arguments to `hparams` for `save_hyperparameters`.
+
+        Modules are left out with a warning.
+        """
         self.hparams.update({name: value for name, value in chosen.items() if not _is_module(name, value)})
 
     @property
@@ -317,10 +319,10 @@ class HoldsHyperParameters:
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Record the constructor's arguments in `hparams`, for trackers and checkpoints. Call it in `__init__`.
+        """Record the constructor's arguments in `hparams`, for trackers and checkpoints.
 
-        It may be called before `super().__init__()`, in a dataclass's `__post_init__`, and by a class and its base
-        classes. Names that one of them ignores are removed. Modules are left out with a warning.
+        Call it in `__init__`. It may be called before `super().__init__()`, in a dataclass's `__post_init__`, and by a
+        class and its base classes. Names that one of them ignores are removed. Modules are left out with a warning.
 
         Args:
             *args: The names of the arguments to record, all if none is given. Or a single dict, namespace or object of

@@ -56,7 +56,10 @@ class MegatronTask(Task):
     # methods to override
 
     def transformer_config(self) -> Any:
-        """Return megatron-core's `TransformerConfig` of the model. The strategy then sets parallel sizes and dtypes."""
+        """Return megatron-core's `TransformerConfig` of the model.
+
+        The strategy then sets parallel sizes and dtypes.
+        """
         raise ConfigurationError(
             f"{type(self).__name__} does not define transformer_config. Override it, for example with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
@@ -83,7 +86,9 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one chunk of the model on the next micro-batch. Called by megatron-core's pipeline schedule.
+        """Run one chunk of the model on the next micro-batch.
+
+        Called by megatron-core's pipeline schedule.
 
         Args:
             data_iterator: Iterator that returns the batch.

@@ -228,7 +228,9 @@ class OptionAttributes:
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change one or several options of the Trainer, such as `max_epochs`, immediately. New values are checked.
+        """Change one or several options of the Trainer, such as `max_epochs`, immediately.
+
+        New values are checked.
 
         Args:
             **changed: New values by option name.

@@ -316,7 +316,10 @@ def make_callbacks(
     options: TrainerOptions,
     trackers: Sequence[Tracker],
 ) -> list[Callback]:
-    """Return the callbacks of a Trainer: the given ones and the defaults. Those that save checkpoints come last."""
+    """Return the callbacks of a Trainer: the given ones and the defaults.
+
+    Those that save checkpoints come last.
+    """
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
     progress_bar = False if options.barebones else arguments["enable_progress_bar"]

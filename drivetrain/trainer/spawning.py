@@ -60,7 +60,7 @@ class SpawnedVerb:
     given: dict[str, Any]  # the other arguments of the method
 
     def run(self) -> Outcome | None:
-        """Run the method on a new Trainer in this process, and return its outcome.
+        """Run a Trainer method, such as `fit`, in this process, and return its outcome.
 
         The outcome is None on all ranks but rank 0.
         """
@@ -165,9 +165,9 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a Trainer's method, such as `fit`, in new processes, as `ddp_spawn` demands. Return its result.
+    """Run a Trainer's method, such as `fit`, in new processes, as `ddp_spawn` demands.
 
-    The Trainer then takes over the state and weights of the first process.
+    Return its result. The Trainer then takes over the state and weights of the first process.
     """
     # A started process imports the script, and must not start processes again if it has no main guard.
     stop_at_start_of_processes()
@@ -231,7 +231,10 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Pickle the method call for new processes. Raise `ConfigurationError` that names what cannot be pickled."""
+    """Pickle the method call for new processes.
+
+    Raise `ConfigurationError` that names what cannot be pickled.
+    """
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)

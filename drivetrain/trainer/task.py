@@ -83,9 +83,9 @@ class TaskHooks(nn.Module):
         """Run code after each backward pass. Gradients are not clipped yet, and may be scaled in fp16 training."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run code before each step of `optimizer`, for example to log gradient norms. Gradients are not clipped yet.
+        """Run code before each step of `optimizer`, for example to log gradient norms.
 
-        They are already unscaled.
+        Gradients are not clipped yet. They are already unscaled.
         """
 
     def on_validation_model_zero_grad(self) -> None:
@@ -97,7 +97,10 @@ class TaskHooks(nn.Module):
             self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Switch the task to evaluation mode before each validation. The default calls `self.eval()`."""
+        """Switch the task to evaluation mode before each validation.
+
+        The default calls `self.eval()`.
+        """
         self.eval()
 
     def on_validation_model_train(self) -> None:
@@ -116,7 +119,10 @@ class TaskHooks(nn.Module):
         """Run code before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Run code after the last validation batch. Values logged in this hook belong to the validation."""
+        """Run code after the last validation batch.
+
+        Values logged in this hook belong to the validation.
+        """
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run code before each validation batch. `dataloader_idx` is the index of its loader.
@@ -295,7 +301,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     # Steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """Compute the loss of one training batch. Each task must override this method to be trained.
+        """Compute the loss of one training batch.
+
+        Each task must override this method to be trained.
 
         Args:
             batch: A batch of the loader, on the device.
@@ -307,15 +315,17 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         raise ConfigurationError(f"{type(self).__name__} has no training_step. Define one to train it.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one validation batch, for example log its loss. The output is passed to `on_validation_batch_end`.
+        """Evaluate one validation batch, for example log its loss.
 
-        An override may have a third parameter `dataloader_idx`, the index of the loader.
+        The output is passed to `on_validation_batch_end`. An override may have a third parameter `dataloader_idx`, the
+        index of the loader.
         """
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one test batch, for example log its metrics. The output is passed to `on_test_batch_end`.
+        """Evaluate one test batch, for example log its metrics.
 
-        An override may have a third parameter `dataloader_idx`, the index of the loader.
+        The output is passed to `on_test_batch_end`. An override may have a third parameter `dataloader_idx`, the index
+        of the loader.
         """
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -599,9 +609,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     # Actions of the Trainer in each step, which a task may override
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass for a loss that is already weighted and scaled. Override it to customize the pass.
+        """Run the backward pass for a loss that is already weighted and scaled.
 
-        Further arguments are those of `torch.Tensor.backward`.
+        Override it to customize the pass. Further arguments are those of `torch.Tensor.backward`.
         """
         self.trainer.strategy.backward(loss, *args, **kwargs)
 
@@ -631,7 +641,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer before its step. Override it to clip in another way.
+        """Clip the gradients of one optimizer before its step.
+
+        Override it to clip in another way.
 
         Args:
             optimizer: The optimizer that is about to step.
@@ -661,9 +673,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         """
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of callbacks to add to those of the Trainer. The default returns none.
+        """Return a callback or a list of callbacks to add to those of the Trainer.
 
-        They replace the Trainer's callbacks of the same class or of a base class.
+        The default returns none. They replace the Trainer's callbacks of the same class or of a base class.
         """
         return []
 

@@ -103,7 +103,10 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
 
 
 def check_evaluation(task: Any, stage: Stage) -> Task:
-    """Return the task if it has all methods for a stage, such as `test_step`. Otherwise raise `ConfigurationError`."""
+    """Return the task if it has all methods for a stage, such as `test_step`.
+
+    Otherwise raise `ConfigurationError`.
+    """
     if task is None:
         raise ConfigurationError(f"{stage.verb}() needs a model, since fit() was not called before. Pass the task.")
     if not isinstance(task, Task):

@@ -146,7 +146,10 @@ class TrainerStatus:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model in the strategy's wrapper, such as DDP. Before the task is prepared, the task itself."""
+        """The model in the strategy's wrapper, such as DDP.
+
+        Before the task is prepared, the task itself.
+        """
         model, task = self.task_run.model, self.task_run.task
         # The prepared model may still be that of an earlier task.
         return model if model is not None and self.strategy.unwrap(model) is task else task
@@ -239,11 +242,17 @@ class TrainerStatus:
 
     @property
     def checkpoint_format(self) -> checkpoint.CheckpointFormat:
-        """The format in which checkpoints are saved, by default a directory. Override it to use another format."""
+        """The format in which checkpoints are saved, by default a directory.
+
+        Override it to use another format.
+        """
         return DIRECTORIES
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only, without breaking the progress bar. Takes the arguments of the built-in `print`."""
+        """Print on rank 0 only, without breaking the progress bar.
+
+        Takes the arguments of the built-in `print`.
+        """
         if self.is_global_zero:
             collect((kwargs.get("sep") or " ").join(map(str, args)))
             self._print(*args, **kwargs)
@@ -400,7 +409,10 @@ class TrainerStatus:
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """The reason why the last `fit` ended, such as `"max_epochs"` or `"interrupted"`. None while it runs."""
+        """The reason why the last `fit` ended, such as `"max_epochs"` or `"interrupted"`.
+
+        None while it runs.
+        """
         return self.control.reason
 
     @property
@@ -646,7 +658,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         resume: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train a task, validate it regularly and save checkpoints. Can continue an earlier run with `resume`.
+        """Train a task, validate it regularly and save checkpoints.
+
+        Can continue an earlier run with `resume`.
 
         Args:
             model: The task.
@@ -778,7 +792,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the validation data. Every sample counts exactly once, on any number of processes.
+        """Evaluate a task on the validation data.
+
+        Every sample counts exactly once, on any number of processes.
 
         Args:
             model: The task. None uses the task of the last `fit`.
@@ -858,7 +874,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Return the loader to use in place of a user's data loader. Override it to check or replace loaders.
+        """Return the loader to use in place of a user's data loader.
+
+        Override it to check or replace loaders.
 
         Args:
             loader: The user's loader. Several loaders are passed one by one.
@@ -867,10 +885,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return loader
 
     def combine_loaders(self, given: Any, stage: Stage) -> Any:
-        """Combine a dict or list of loaders into one `CombinedLoader`. A single loader is returned unchanged.
+        """Combine a dict or list of loaders into one `CombinedLoader`.
 
-        A dict, or a list of `DataLoader` objects, stands for several loaders. Any other list is a single loader that
-        holds batches.
+        A single loader is returned unchanged. A dict, or a list of `DataLoader` objects, stands for several loaders.
+        Any other list is a single loader that holds batches.
 
         Args:
             given: The loader or loaders.
@@ -905,10 +923,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many optimizer steps to count for a step without a loss.
+        """Return how many optimizer steps to count if `training_step` returned no loss.
 
-        A step has none if `training_step` returned None for all its micro-batches. The default is 0. Override it to
-        count such steps.
+        Called if it returned None for all micro-batches of a step. The default is 0. Override it to count such steps.
 
         Args:
             window: The micro-batches.
@@ -932,7 +949,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.callbacks = setup.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Send values to the experiment trackers and to callbacks that monitor them. Call it on all processes.
+        """Send values to the experiment trackers and to callbacks that monitor them.
+
+        Call it on all processes.
 
         Args:
             values: Numbers by name.
@@ -989,9 +1008,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     # checkpoints
 
     def load_weights(self, filepath: str | os.PathLike[str]) -> None:
-        """Load the weights of a checkpoint into the current task, within a run. All processes must call it.
+        """Load the weights of a checkpoint into the current task, within a run.
 
-        Optimizers, counters and random state stay as they are.
+        All processes must call it. Optimizers, counters and random state stay as they are.
 
         Args:
             filepath: The checkpoint's directory, file or URL.
@@ -1009,7 +1028,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         block: bool = True,
         format: str | None = None,
     ) -> checkpoint.PendingSave:
-        """Save the state of the run, or only its weights, as a checkpoint. All processes must call it.
+        """Save the state of the run, or only its weights, as a checkpoint.
+
+        All processes must call it.
 
         Args:
             filepath: The checkpoint's directory or URL. It appears only after it is complete.
@@ -1050,7 +1071,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of optimizer steps that `fit` will take, for learning-rate schedules. Infinity if unknown.
+        """The number of optimizer steps that `fit` will take, for learning-rate schedules.
+
+        Infinity if unknown.
 
         Raises:
             ConfigurationError: No `fit` is running.

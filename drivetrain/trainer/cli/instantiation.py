@@ -119,10 +119,10 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the type annotation of each constructor argument, by name. A missing annotation gives `Any`.
+    """Return the type annotation of each constructor argument, by name.
 
-    An annotation that cannot be resolved gives `Any` too. If the constructor has `**kwargs`, the arguments of its base
-    constructor and an entry `**` are included.
+    A missing annotation gives `Any`. An annotation that cannot be resolved gives `Any` too. If the constructor has
+    `**kwargs`, the arguments of its base constructor and an entry `**` are included.
     """
     found: dict[str, Any] = {}
     # With `**kwargs`, a constructor passes further arguments to its base class, so that class is read too.
@@ -174,7 +174,6 @@ _UNIONS = (Union, UnionType)
 
 
 def _container(hint: Any) -> Any:
-    """Return the container class or `Union` of a generic type, such as `list` for `list[int]`, or None."""
     origin = get_origin(hint)
     if origin in _UNIONS:
         return Union
@@ -334,7 +333,10 @@ def _is_own_class(hint: Any) -> bool:
 
 
 def _fields(hint: Any) -> dict[str, Any] | None:
-    """Return the field types of a dataclass, pydantic or attrs class, by field name. Return None for other types."""
+    """Return the field types of a dataclass, pydantic or attrs class, by field name.
+
+    Return None for other types.
+    """
     if not isinstance(hint, type):
         return None
     is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")

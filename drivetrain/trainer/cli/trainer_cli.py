@@ -104,9 +104,10 @@ class ConfigExistsError(DrivetrainError, RuntimeError):
 
 
 class SaveConfigCallback(Callback):
-    """Callback that saves the configuration of a run at its start. `fit --config FILE` repeats the run.
+    """Callback that saves the configuration of a run at its start.
 
-    `TrainerCLI` adds it. One process writes the file, and it appears only after it is complete.
+    `fit --config FILE` repeats the run. `TrainerCLI` adds it. One process writes the file, and it appears only after it
+    is complete.
 
     Args:
         parser: The parser that parsed the configuration.
@@ -173,7 +174,10 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the configuration file on rank 0. Raise `ConfigExistsError` on all ranks if it must not be replaced."""
+        """Write the configuration file on rank 0.
+
+        Raise `ConfigExistsError` on all ranks if it must not be replaced.
+        """
         path = Path(trainer.local_dir, self.config_filename)
         # Only rank 0 looks: other ranks might look after it has written the file.
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
@@ -227,7 +231,6 @@ class ModuleInstantiator:
 
 
 def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path in nested dicts. Missing dicts are created."""
     *outer, last = path.split(".")
     for key in outer:
         if not isinstance(values.get(key), dict):

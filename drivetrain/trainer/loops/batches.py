@@ -309,7 +309,10 @@ def _limit_per_loader(limit: Any, count: int, names: list[Any] | None, argument:
 
 
 def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
-    """Return how many batches of each evaluation loader this rank itself reads. Other ranks may have more."""
+    """Return how many batches of each evaluation loader this rank itself reads.
+
+    Other ranks may have more.
+    """
     lengths = [length_of(loader) for loader in loaders]
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 

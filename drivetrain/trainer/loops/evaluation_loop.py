@@ -388,9 +388,10 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
 
 
 def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
-    """Run a few validation batches before training, to find errors early. The results are discarded.
+    """Run a few validation batches before training, to find errors early.
 
-    A signal ends the check after the current batch. The training loop then saves before its first step.
+    The results are discarded. A signal ends the check after the current batch. The training loop then saves before its
+    first step.
     """
     steps = trainer.num_sanity_val_steps
     if validation is None or steps == 0:

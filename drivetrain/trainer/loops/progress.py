@@ -46,7 +46,9 @@ class Phase(IntEnum):
 
 @dataclass
 class Progress:
-    """Counters of a training run, such as its steps and epochs. They are saved in checkpoints.
+    """Counters of a training run, such as its steps and epochs.
+
+    They are saved in checkpoints.
 
     Attributes:
         global_step: Number of optimizer steps taken.
@@ -109,7 +111,7 @@ _COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase"
 
 
 def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
-    """Return the epoch's `Phase` from an older checkpoint, which stored three booleans such as `epoch_over`."""
+    # Checkpoints of older versions have these booleans in place of a phase.
     if state.get("epoch_is_ending"):
         return Phase.CLOSING
     if state.get("batches_are_done"):

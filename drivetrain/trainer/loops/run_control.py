@@ -337,7 +337,7 @@ class RunControl:
 
     @property
     def signal(self) -> StopReason:
-        """Stop reason of a run that a signal has ended."""
+        """Stop reason of a run that a signal has ended: `PREEMPTED` or `INTERRUPTED`."""
         return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
 
     @property
@@ -365,9 +365,9 @@ class RunControl:
         self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_request(self, asker: str) -> None:
-        """Withdraw the stop request of one caller, such as a callback. Other requests and limits still apply.
+        """Withdraw the stop request of one caller, such as a callback.
 
-        All ranks must call this at one point of the run.
+        Other requests and limits still apply. All ranks must call this at one point of the run.
 
         Args:
             asker: Key that was given to `request_stop`.
@@ -387,9 +387,9 @@ class RunControl:
         self._requests.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stop requests for a checkpoint, so that a stopped run stays stopped. Runs a collective.
+        """Return the stop requests for a checkpoint, so that a stopped run stays stopped.
 
-        A run that ended by a signal or a limit may continue after a resume, so these are left out.
+        Runs a collective. A run that ended by a signal or a limit may continue after a resume, so these are left out.
         """
         is_over = [self.stops_for_good]
         if self._world_size > 1:
@@ -541,7 +541,10 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if training is done and no further epoch begins. Record the reason, such as `max_epochs`."""
+        """Return True if training is done and no further epoch begins.
+
+        Record the reason, such as `max_epochs`.
+        """
         options, progress = self.options, self._progress
         if self._forced:
             return True  # `finish` records the reason, once all signals are known
@@ -892,7 +895,10 @@ class Finiteness:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
 
     def check_weights(self, task: Task, when: str) -> None:
-        """Warn, once per run, if a weight of the task is NaN or infinite on any rank. Runs a collective."""
+        """Warn, once per run, if a weight of the task is NaN or infinite on any rank.
+
+        Runs a collective.
+        """
         if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
@@ -922,7 +928,10 @@ class EpochHealth:
         self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
 
     def end_epoch(self) -> None:
-        """Warn if an epoch took no optimizer step, or left weights that are NaN or infinite. Runs a collective."""
+        """Warn if an epoch took no optimizer step, or left weights that are NaN or infinite.
+
+        Runs a collective.
+        """
         trainer = self._trainer
         if trainer.barebones:
             return

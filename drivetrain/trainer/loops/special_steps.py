@@ -249,7 +249,10 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Run `training_step` on one micro-batch of a pipeline schedule. With `probe`, run only the forward."""
+        """Run `training_step` on one micro-batch of a pipeline schedule.
+
+        With `probe`, run only the forward.
+        """
         self._enter(micro_batch)
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         if probe:

@@ -534,10 +534,6 @@ class PlainStep:
             raise
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if the loss of any rank has a weight.
-
-        Runs a collective.
-        """
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
     def _has_loss(self) -> bool:
@@ -550,7 +546,10 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Finish an optimizer step: count it, step the schedulers and call hooks. Return True if `steps` > 0."""
+        """Count a finished optimizer step, step the schedulers and call the hooks.
+
+        Return True if an optimizer stepped.
+        """
         progress, last = self._progress, window[-1]
         self._engine.close()
         if self._taken:

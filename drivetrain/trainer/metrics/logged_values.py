@@ -328,7 +328,10 @@ def moment_of(scope: LogScope) -> str:
 
 
 class EvaluationCounts(dict[str, int]):
-    """Numbers of evaluated batches, by stage and loader. Validations within `fit` are counted separately."""
+    """Numbers of evaluated batches, by stage and loader.
+
+    Validations within `fit` are counted separately.
+    """
 
     alone = False
 
@@ -722,10 +725,10 @@ class LoggedValues:
         return {name: synced.get(name, value) for name, value in values.items()}
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the last step's values after an exception, and the names of unreduced ones.
+        """Return the last step's values after an exception, without a collective.
 
-        Runs no collective, because a rank that failed would not take part. `exchange` sends a text to all ranks and
-        returns theirs, or None if some do not reply.
+        A rank that failed would not take part in one. Also returns the names of the values that are not reduced over
+        ranks. `exchange` sends a text to all ranks and returns theirs, or None if some do not reply.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         latest = to_numbers(latest_of(entries))

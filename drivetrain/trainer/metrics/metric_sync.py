@@ -32,7 +32,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Make metrics merge only the states of some ranks, and return a function to undo it.
+    """Make metrics merge only the states of some ranks. Return a function to undo it.
 
     The other ranks saw the same batches, whose samples would count several times. Used for metrics that a task computes
     itself. Metrics with their own `process_group` or `dist_sync_fn` are left alone.
@@ -138,7 +138,10 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return copies of the metrics' states by module path, to restore them later. Leave out unused metrics."""
+    """Return copies of the metrics' states by module path, to restore them later.
+
+    Leave out unused metrics.
+    """
     return {
         path: {
             "updates": metric._update_count,
@@ -193,7 +196,10 @@ def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any
 
 
 def find_metrics(task: nn.Module) -> dict[str, Any]:
-    """Return all torchmetrics objects inside a task, by module path. Return {} if torchmetrics is not imported."""
+    """Return all torchmetrics objects inside a task, by module path.
+
+    Return {} if torchmetrics is not imported.
+    """
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}

@@ -187,7 +187,10 @@ class TrackerLog:
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Call `write` while an exception is handled. Suppress its own exceptions, which would hide the first."""
+        """Call `write` while an exception is handled.
+
+        Suppress its own exceptions, which would hide the first.
+        """
         with suppress(Exception):
             write()
 
@@ -212,7 +215,10 @@ class TrackerLog:
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:
-        """Close the run in each tracker, with its status. After a completed training, also log the best checkpoint."""
+        """Close the run in each tracker, with its status.
+
+        After a completed training, also log the best checkpoint.
+        """
         trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)

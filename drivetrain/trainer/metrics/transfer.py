@@ -17,7 +17,10 @@ def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def to_lists(values: Mapping[K, Tensor | float]) -> dict[K, Any]:
-    """Return `value.tolist()` of each tensor, with a single transfer from each device. Numbers stay as they are."""
+    """Return `value.tolist()` of each tensor, with a single transfer from each device.
+
+    Numbers stay as they are.
+    """
     lists: dict[K, Any] = dict(values)
     by_device: dict[torch.device, dict[K, Tensor]] = {}
     for key, value in values.items():

@@ -53,17 +53,17 @@ class Actions:
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the name of a callback's hook in profiler reports, such as `[Callback]Timer.on_fit_start`."""
+        """Return the profiler's name of a callback hook, such as `[Callback]Timer.on_fit_start`."""
         # The class name alone is ambiguous if there are several callbacks of a class.
         twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the profiler's name for a strategy's method, `[Strategy]DDP.backward`."""
+        """Return the profiler's name of a strategy method, such as `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the profiler's name for a method of task or data module, `[Task]Net.setup`."""
+        """Return the profiler's name of a task or data module method, as `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
@@ -73,7 +73,10 @@ class Actions:
     # Measured functions
 
     def watch(self, action: str, function: C) -> C:
-        """Wrap a function so that the profiler measures its calls. Without a profiler, return it unchanged."""
+        """Wrap a function so that the profiler measures its calls.
+
+        Without a profiler, return it unchanged.
+        """
         if not self.measures:
             return function
         profile = self.profiler.profile
@@ -86,11 +89,17 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """Let the profiler measure how long a loop waits for each value. Return an iterable over the values."""
+        """Let the profiler measure how long a loop waits for each value.
+
+        Return an iterable over the values.
+        """
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """Let the profiler measure how long training waits for each batch. Return an iterable over the batches."""
+        """Let the profiler measure how long training waits for each batch.
+
+        Return an iterable over the batches.
+        """
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
@@ -160,7 +169,10 @@ class Actions:
 
 
 def make_profiler(given: Profiler | str) -> Profiler:
-    """Create the profiler that the Trainer's argument `profiler` names. A `Profiler` is returned unchanged."""
+    """Create the profiler that the Trainer's argument `profiler` names.
+
+    A `Profiler` is returned unchanged.
+    """
     if isinstance(given, Profiler):
         return given
     name = given.lower() if isinstance(given, str) else ""

@@ -238,10 +238,11 @@ class Directories(CheckpointFormat):
         write: Callable[..., PendingSave] | None = None,
         keeps_objects: bool = False,
     ) -> PendingSave:
-        """Write a checkpoint of a Trainer's run into a directory. All ranks must call this together.
+        """Write a checkpoint of a Trainer's run into a directory.
 
-        `write` writes the state in another format, with the arguments of `SaveQueue.save`. With `keeps_objects`, hyper-
-        parameters may be arbitrary objects. Return the save, which can be waited for.
+        All ranks must call this together. `write` writes the state in another format, with the arguments of
+        `SaveQueue.save`. With `keeps_objects`, hyper- parameters may be arbitrary objects. Return the save, which can
+        be waited for.
         """
         placed = trainer.task_run
         task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
@@ -348,7 +349,10 @@ class SavedRun:
         )
 
     def restore_for_evaluation(self) -> None:
-        """Load the checkpoint's weights for an evaluation. The task's `on_load_checkpoint` may change them first."""
+        """Load the checkpoint's weights for an evaluation.
+
+        The task's `on_load_checkpoint` may change them first.
+        """
         trainer, engine = self._trainer, self._saved.engine
         assert trainer.task is not None
         assert trainer.model is not None

@@ -214,7 +214,6 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a deep copy of a nested structure. Tensors are cloned and the keys of dicts are kept."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

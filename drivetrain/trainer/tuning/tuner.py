@@ -240,9 +240,9 @@ class Tuning:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Run the learning-rate search for a task, and return its `LRFinder`. Return None with `fast_dev_run`.
+        """Run the learning-rate search for a task, and return its `LRFinder`.
 
-        All ranks must call this together.
+        Return None with `fast_dev_run`. All ranks must call this together.
         """
         if self._is_skipped("learning rate finder"):
             return None
