@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """Return the plugin's options as a dict with the keys of `fsdp_config` in a launcher's YAML file."""
+        """Return the plugin's options with the keys of `fsdp_config` in a launcher's YAML file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
                 logger.warning_once(f"{name} has no effect, because checkpoints are always written in shards.")
@@ -115,9 +115,10 @@ class FullyShardedDataParallelPlugin:
 
 @dataclass
 class DeepSpeedPlugin:
-    """Options for training with DeepSpeed. `Accelerator(deepspeed_plugin=...)` takes them, as in Accelerate.
+    """Options for training with DeepSpeed.
 
-    `Accelerator(strategy=drivetrain.DeepSpeed(...))` takes the options directly.
+    `Accelerator(deepspeed_plugin=...)` takes them, as in Accelerate. `Accelerator(strategy=drivetrain.DeepSpeed(...))`
+    takes the options directly.
 
     Attributes:
         hf_ds_config: A DeepSpeed configuration, as a dict or a path.
@@ -158,7 +159,7 @@ class DeepSpeedPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the device mesh, one for each kind of parallelism, such as `tp_size` for tensor parallelism.
+    """Sizes of the device mesh, one for each kind of parallelism.
 
     `Accelerator(strategy=drivetrain.Parallel(...))` takes the sizes directly.
 
@@ -211,7 +212,7 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if the device mesh holds several replicas of the model, each of which gets different data."""
+        """True if the device mesh holds several replicas of the model."""
         return (self.dp_replicate_size or 1) > 1
 
     @property
@@ -254,7 +255,7 @@ class ParallelismConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Options of context parallelism: how processes exchange the attention keys and values of their sequence parts.
+    """Options of context parallelism, which splits sequences over processes.
 
     `Parallel(cp_attention=...)` is the same setting.
 
@@ -424,7 +425,7 @@ class MSAMPRecipeKwargs(FP8Handler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
-    """FP8 recipe for TransformerEngine or MS-AMP, whichever `backend` selects: `"te"` (default) or `"msamp"`.
+    """FP8 recipe for TransformerEngine or MS-AMP, as selected by `backend`.
 
     This is Accelerate's older class. `TERecipeKwargs` and `MSAMPRecipeKwargs` replace it.
     """
@@ -681,7 +682,7 @@ HANDLER_TYPES = (
 
 
 def checked_handlers(given: Sequence[Any]) -> list[Any]:
-    """Return the objects in `kwargs_handlers` as a list, after checking that no type is unknown or repeated."""
+    """Return `kwargs_handlers` as a list, or raise if a type is unknown or repeated."""
     handlers = list(given)
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
@@ -702,7 +703,7 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
-    """Return the first `kwargs_handlers` object that is an instance of `kind`, or None if there is none."""
+    """Return the first `kwargs_handlers` object of class `kind`, or None."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
 
 
@@ -849,7 +850,7 @@ class Launched:
 
     @property
     def parallelism(self) -> ParallelismConfig | None:
-        """The device mesh sizes from the launcher's settings, or None if the launcher configures no device mesh."""
+        """The launcher's device mesh sizes, or None if it configures no device mesh."""
         if not self.settings.get("use_parallelism_config"):
             return None
         sizes = {
@@ -873,7 +874,7 @@ class Launched:
 
     @property
     def compilation(self) -> Compilation | None:
-        """The launcher's options for `torch.compile`, or None if the launcher does not select compilation."""
+        """The launcher's options for `torch.compile`, or None if it selects no compilation."""
         backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
@@ -892,7 +893,7 @@ class Launched:
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
     def strategy(self) -> Strategy | None:
-        """Return the strategy that the launcher's settings select, or None if they select none, as for plain DDP."""
+        """Return the strategy that the launcher's settings select, or None for plain DDP."""
         if not any(self.settings.get(name) for name in _SWITCHES):
             return None
         fsdp, grid = self.fsdp, self.parallelism

@@ -81,7 +81,7 @@ from drivetrain.trackers import Tracker, TrackerGroup
 
 
 class Collectives:
-    """Mixin of `Accelerator` with the operations that combine tensors of all processes, such as `gather`."""
+    """Mixin of `Accelerator` with collective operations on tensors, such as `gather`."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -89,7 +89,9 @@ class Collectives:
     _is_triggered = False
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all processes along the first dimension, and return the result on each of them.
+        """Concatenate the tensors of all processes along the first dimension.
+
+        Return the result on each process.
 
         Args:
             tensor: A tensor, or a nested structure of tensors. All processes must pass the same shapes.
@@ -106,9 +108,10 @@ class Collectives:
         *,
         loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
-        """Gather per-sample values, such as predictions, and drop those of samples that were repeated to fill a batch.
+        """Gather per-sample values, such as predictions, without those of repeated samples.
 
-        A tensor counts as per-sample if its first dimension is the batch size. Other tensors are gathered completely.
+        Samples are repeated to fill the last batch. A tensor counts as per-sample if its first dimension is the batch
+        size. Other tensors are gathered completely.
 
         Args:
             input_data: A nested structure of tensors, and of lists with one object per sample, such as strings.
@@ -136,7 +139,9 @@ class Collectives:
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along one dimension until they have the same size on all processes, as `gather` requires.
+        """Pad tensors along one dimension to the same size on all processes.
+
+        `gather` requires equal sizes.
 
         Args:
             tensor: A tensor, or a nested structure of tensors.
@@ -173,7 +178,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """Mixin of `Accelerator` for the processes of a run: ranks, devices, and code that only some of them run."""
+    """Mixin of `Accelerator` for the processes of a run, their ranks and devices."""
 
     state: AcceleratorState
 
@@ -232,17 +237,19 @@ class ProcessControl:
         self.state.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context manager whose body runs on the main process first. The other processes wait until then."""
+        """Return a context manager whose body runs on the main process before the others."""
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context manager whose body runs first on one process of each machine, for which the others wait."""
+        """Return a context manager whose body runs on one process of each machine first."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that gives each process its own part of a list, tuple, dict or tensor.
+        """Return a context manager that gives each process a part of a list or tensor.
+
+        `inputs` may also be a tuple or a dict.
 
         Args:
             inputs: A list, tuple, dict or tensor to split.
@@ -268,7 +275,7 @@ class ProcessControl:
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that on each machine, only the process with the given local rank runs it."""
+        """Decorate a function to run only on the process with a given local rank."""
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -308,10 +315,10 @@ class StateSaving:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save the weights of a prepared model as safetensors, which other libraries such as transformers can load.
+        """Save the weights of a prepared model as safetensors.
 
-        Call it on all processes. The main process writes the files. With
-        `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine does.
+        Other libraries, such as transformers, can load them. Call it on all processes. The main process writes the
+        files. With `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine does.
 
         Args:
             model: A prepared model.
@@ -324,7 +331,7 @@ class StateSaving:
         )
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Register a function that `save_state` calls before it writes a checkpoint, for example to add more files.
+        """Register a function that `save_state` calls before it writes a checkpoint.
 
         Args:
             hook: Called on every process as `hook(models, weights, output_dir)`: the prepared models, their state
@@ -339,7 +346,7 @@ class StateSaving:
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Register a function that `load_state` calls before it reads a checkpoint, for example to read more files.
+        """Register a function that `load_state` calls before it reads a checkpoint.
 
         Args:
             hook: Called on every process as `hook(models, input_dir)`. Models that it removes from `models` are not
@@ -365,7 +372,7 @@ class StateSaving:
         block: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save the state of training as a checkpoint: models, optimizers, schedulers, data loaders, random states.
+        """Save models, optimizers and all other state of training as a checkpoint.
 
         Call it on all processes. The checkpoint directory appears only after it is complete.
 
@@ -479,7 +486,7 @@ class EngineStatus:
 
     @property
     def split_batches(self) -> bool:
-        """True if a data loader's `batch_size` is the global one, which processes share among themselves."""
+        """True if a data loader's `batch_size` is split over the processes."""
         return self.preparation.options.dataloader_config.split_batches
 
     @property
@@ -524,7 +531,10 @@ class EngineStatus:
 
     @property
     def parallelism_config(self) -> Any:
-        """The sizes of the device mesh as configured by the script or the launcher, or None without a mesh."""
+        """The sizes of the device mesh, or None without a mesh.
+
+        They come from the script or the launcher.
+        """
         return self.state.parallelism_config
 
     @property
@@ -534,7 +544,7 @@ class EngineStatus:
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """True if the run uses torch's `fully_shard` (FSDP 2), which tensor parallelism can be combined with."""
+        """True if the run uses FSDP 2, which can be combined with tensor parallelism."""
         return self.state.is_fsdp2
 
     @property
@@ -577,7 +587,7 @@ class EngineStatus:
 
     @property
     def save_iteration(self) -> int:
-        """The number that `save_state` appends to the next checkpoint's name, with automatic checkpoint naming."""
+        """The number in the next checkpoint's name, with automatic checkpoint naming."""
         return self.project_configuration.iteration
 
     @property
@@ -653,7 +663,9 @@ class Tracking:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values to all experiment trackers. Only the main process logs, and it does not wait for slow trackers.
+        """Log values to all experiment trackers.
+
+        Only the main process logs, and it does not wait for slow trackers.
 
         Args:
             values: Numbers, single-element tensors or text, by name.
@@ -815,10 +827,10 @@ class ModelHandling:
         return self.preparation.whole_state(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
-        """Return a loader that skips the first batches in its next epoch, to resume training within an epoch.
+        """Return a loader that skips the first batches of its next epoch.
 
-        Skipped batches are not read. After `load_state`, the order is that of the interrupted epoch. Loaders that
-        continue by themselves (`use_stateful_dataloader`) are not skipped twice.
+        Used to resume training within an epoch. Skipped batches are not read. After `load_state`, the order is that of
+        the interrupted epoch. Loaders that continue by themselves (`use_stateful_dataloader`) are not skipped twice.
 
         Args:
             dataloader: A prepared loader.
@@ -827,7 +839,7 @@ class ModelHandling:
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release all prepared models, optimizers, schedulers and data loaders, and free cached device memory.
+        """Release all prepared objects, and free cached device memory.
 
         Args:
             *objects: Objects whose references the caller wants to clear.
@@ -842,7 +854,7 @@ class ModelHandling:
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
-        """End a run: close the experiment trackers, wait for all processes, and destroy the process group.
+        """End a run: close the experiment trackers and destroy the process group.
 
         If an exception is being handled, the trackers mark their runs as failed. The end of the script does the same,
         so the call is only needed if the script continues on a single process.
@@ -863,11 +875,13 @@ class ModelHandling:
         save_object(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if the model or one of its submodules is spread over several devices by a `device_map`."""
+        """Return True if a model is spread over several devices by a `device_map`."""
         return is_spread(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that records a profile of its body with torch's profiler, and yields the profiler.
+        """Return a context manager that profiles its body with torch's profiler.
+
+        It yields the profiler.
 
         Args:
             profile_handler: Options of the profiler. None uses those of `kwargs_handlers`, or else torch's defaults.
@@ -888,7 +902,7 @@ class ModelHandling:
         self.optimizer_step.fused_backward(loss, learning_rate)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager in which `backward` reduces gradients, although the forward ran in `no_sync`.
+        """Return a context in which `backward` reduces gradients after a forward in `no_sync`.
 
         Args:
             model: The prepared model.
@@ -900,7 +914,7 @@ _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
 class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
-    """Engine for running your own PyTorch training loop on any number of devices, with about four changed lines.
+    """Engine for running your own PyTorch training loop on any number of devices.
 
     Arguments win over environment variables of the launcher. Several instances are independent of each other.
 
@@ -1048,7 +1062,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     # prepare
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers for distributed training, in any order.
+        """Prepare models, optimizers, loaders and schedulers for distributed training.
 
         Args:
             *objects: Modules, optimizers, DataLoaders and learning-rate schedulers. Other objects are returned
@@ -1080,11 +1094,11 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Prepare one optimizer. The returned one updates weights only when enough micro-batches have accumulated."""
+        """Prepare an optimizer, so that it steps only after enough micro-batches."""
         return self.preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler. The returned one steps only when its optimizer has stepped.
+        """Prepare a learning-rate scheduler, so that it steps only with its optimizer.
 
         Args:
             scheduler: The scheduler.
@@ -1102,7 +1116,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader. The returned one yields only this process's batches, moved to its device.
+        """Prepare a data loader, so that it yields this process's batches on its device.
 
         Args:
             data_loader: A DataLoader, or any iterable of batches.
@@ -1120,7 +1134,10 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.loader(data_loader, device_placement, tail, place, shard, fill)
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared data loader that is no longer used, so that checkpoints do not include its position."""
+        """Release a prepared data loader that is no longer used.
+
+        Checkpoints then do not include its position.
+        """
         self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
@@ -1133,7 +1150,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     # step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager for one micro-batch. Optimizers inside it step only on every n-th micro-batch.
+        """Return a context manager that lets optimizers step only on every n-th micro-batch.
 
         Gradients are reduced over processes only on that micro-batch, too.
 
@@ -1143,11 +1160,11 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.optimizer_step.accumulate(models)
 
     def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
-        """Return a context manager in which `backward` does not reduce the model's gradients over processes."""
+        """Return a context manager in which `backward` does not reduce gradients."""
         return self.optimizer_step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, which is first divided by the number of accumulated micro-batches.
+        """Compute the gradients of a loss, divided by the number of accumulated micro-batches.
 
         With fp16 mixed precision, the loss is scaled as well. With `weight`, the resulting gradients are those of the
         weighted mean over all accumulated micro-batches and all processes. Pass a weight for every micro-batch or for
@@ -1177,7 +1194,9 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip gradients to a total norm of at most `max_norm`, once all accumulated micro-batches have contributed.
+        """Clip gradients to a total norm of at most `max_norm`.
+
+        This happens once all accumulated micro-batches have contributed.
 
         Args:
             parameters: The parameters whose gradients to clip.
@@ -1191,11 +1210,14 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.optimizer_step.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to `[-clip_value, clip_value]`, once all micro-batches have contributed."""
+        """Clamp every gradient element to `[-clip_value, clip_value]`.
+
+        This happens once all accumulated micro-batches have contributed.
+        """
         self.optimizer_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context manager for mixed precision outside a prepared model, for example around the loss.
+        """Return the context manager for mixed precision outside a prepared model.
 
         Args:
             autocast_handler: Options of this context. `AutocastKwargs(enabled=False)` computes in full precision.
@@ -1208,7 +1230,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Return a context manager in which processes split the sequences of a batch by context parallelism.
+        """Return a context manager that splits the sequences of a batch over processes.
 
         It has no effect if the strategy does not use context parallelism.
 
@@ -1228,7 +1250,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager for a loop in which some processes may run out of batches before others.
+        """Return a context manager for loops in which processes run out of batches unevenly.
 
         Args:
             joinables: The prepared models.

@@ -62,7 +62,7 @@ class Compilation:
                         module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to compile separately: the model's repeated blocks, or the whole model if it has none."""
+        """Return the modules to compile separately, such as the model's repeated blocks."""
         blocks = repeated_blocks(model)
         if blocks:
             return blocks

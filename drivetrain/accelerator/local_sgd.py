@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context manager for Local SGD: processes train on their own and average their parameters every few steps.
+    """Context manager for Local SGD, which averages parameters only every few steps.
 
     See Lin et al., "Don't use large mini-batches, use local SGD" (2018, https://arxiv.org/abs/1808.07217). At the end
     of the context, parameters are equal on all processes.
@@ -76,7 +76,10 @@ class LocalSGD:
         self._unsynchronised.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step. Every `local_sgd_steps` calls, average the parameters over all processes."""
+        """Count one optimizer step, and average the parameters if it is time.
+
+        Parameters are averaged over all processes every `local_sgd_steps` calls.
+        """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

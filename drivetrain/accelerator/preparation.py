@@ -240,7 +240,7 @@ class AcceleratorState(PartialState):
 def autocast_context(
     precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
 ) -> AbstractContextManager[Any]:
-    """Return the context manager for mixed precision outside a prepared model, such as around the loss."""
+    """Return the context manager for mixed precision outside a prepared model."""
     if options is None:
         return precision.forward_context()
     return precision.autocast(kind, options.enabled, options.cache_enabled)
@@ -359,7 +359,7 @@ def make_precision(
 
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
-    """Return the name of a precision as `accelerator.mixed_precision` shows it, such as `"bf16"` or `"no"`."""
+    """Return a precision's name in `accelerator.mixed_precision`, such as `"bf16"`."""
     if isinstance(strategy, Configured):
         return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
@@ -376,7 +376,7 @@ def backend_of(precision: Precision) -> str | None:
 def set_up_strategy(
     spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
 ) -> Strategy:
-    """Create the strategy selected by name, by a plugin or by the launcher, and set it up for this process.
+    """Create the strategy of the script or the launcher, and set it up for this process.
 
     A name or an object wins over the launcher, and a plugin must not contradict a name.
     """
@@ -482,7 +482,7 @@ def make_project(
 
 
 def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Return a copy of the given data loader settings, or default ones with `split_batches` if none are given."""
+    """Return a copy of the data loader settings, or default ones if none are given."""
     if given is None:
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
@@ -496,7 +496,7 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """Return the options of gradient accumulation from the script's arguments or else from the launcher."""
+    """Return the gradient accumulation options of the script, or else of the launcher."""
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, whose num_steps is "
@@ -526,7 +526,7 @@ FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the o
 
 @dataclass
 class PreparationOptions:
-    """Options with which `Accelerator.prepare` treats models, optimizers, data loaders and schedulers.
+    """Options with which `Accelerator.prepare` treats models, optimizers and loaders.
 
     Changes apply to objects that are prepared later.
 
@@ -547,7 +547,7 @@ class PreparationOptions:
 
 
 class Preparation:
-    """Object that prepares models, optimizers, data loaders and schedulers for `Accelerator.prepare`.
+    """Implementation of `Accelerator.prepare` for each kind of object.
 
     Attributes:
         compilation: Options for compiling models, or None.
@@ -573,7 +573,7 @@ class Preparation:
         self._step, self._prepared, self._active = step, prepared, active
 
     def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers, and return the objects to use in their place."""
+        """Prepare models, optimizers, loaders and schedulers, and return their replacements."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
                 f"device_placement has {len(device_placement)} entries for {len(objects)} objects. Pass one entry for "
@@ -604,7 +604,7 @@ class Preparation:
     # models
 
     def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """Prepare one model for distributed training, and return the module to call in place of the original."""
+        """Prepare one model for distributed training, and return the wrapped module."""
         return self._model_with(model, [], device_placement, evaluation_mode)[0]
 
     def _model_with(
@@ -640,7 +640,7 @@ class Preparation:
         return prepared, rewrapped
 
     def unwrap_model(self, model: nn.Module, keep_forward: bool, keep_compiled: bool) -> nn.Module:
-        """Return the user's original module from a prepared model, by default without its precision's `forward`."""
+        """Return the user's original module from a prepared model."""
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)
@@ -657,7 +657,7 @@ class Preparation:
     # optimizers and schedulers
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Prepare one optimizer. The returned one updates weights only when enough micro-batches have accumulated."""
+        """Prepare an optimizer, so that it steps only after enough micro-batches."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         for known in self._prepared.optimizers:
@@ -676,7 +676,7 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler. The returned one steps only when its optimizers have stepped."""
+        """Prepare a learning-rate scheduler, so that it steps only with its optimizers."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         for known in self._prepared.schedulers:
@@ -746,7 +746,7 @@ class Preparation:
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a data loader that is no longer used: stop its workers, and leave it out of checkpoints."""
+        """Release a data loader: stop its workers, and leave it out of checkpoints."""
         for inner in getattr(loader, "loaders", [loader]):
             inner.end_workers()
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]

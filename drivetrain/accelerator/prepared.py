@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """The objects that a run has prepared: models, optimizers, schedulers and data loaders, in order."""
+    """Models, optimizers, schedulers and data loaders that a run has prepared."""
 
     models: list[nn.Module] = field(default_factory=list)  # as the strategy returned them
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
@@ -34,7 +34,10 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)  # further objects whose state is saved
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the original optimizers with parameters of `model`, or all of them if there is only one model."""
+        """Return the original optimizers of a model's parameters.
+
+        If there is only one model, return all optimizers.
+        """
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -59,7 +62,7 @@ class Prepared:
             group[:] = [item for item in group if id(item) not in gone]
 
     def forget_model(self, model: nn.Module) -> None:
-        """Stop keeping track of a model, and of the optimizers and schedulers that belong only to this model."""
+        """Stop keeping track of a model and of its own optimizers and schedulers."""
         own = {id(parameter) for parameter in model.parameters()}
         optimizers = [o for o in self.optimizers if all(id(parameter) in own for parameter in parameters_of(o))]
         gone = {id(optimizer) for optimizer in optimizers}
@@ -90,7 +93,7 @@ _GRADIENTS = "gradients"
 
 
 class GradientState:
-    """Status of gradient accumulation and of the data loaders, available as `accelerator.gradient_state`.
+    """Status of gradient accumulation, available as `accelerator.gradient_state`.
 
     An instance that a script creates shows the Accelerator that was created last.
 
@@ -171,7 +174,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """True if optimizers step on a loader's last batch, even if fewer micro-batches than usual are accumulated."""
+        """True if optimizers step on a loader's last batch in any case."""
         return self.plugin.sync_with_dataloader
 
     @property
@@ -237,7 +240,7 @@ def _nothing() -> None:
 
 
 class PreparedOptimizer(OptimizerProxy):
-    """Optimizer returned by `Accelerator.prepare`, whose steps do nothing while micro-batches accumulate.
+    """Optimizer from `Accelerator.prepare`, whose steps wait for all micro-batches.
 
     Other attributes are those of the original optimizer.
 
@@ -279,7 +282,7 @@ class PreparedOptimizer(OptimizerProxy):
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, but do nothing between the micro-batches of one accumulated optimizer step."""
+        """Clear the gradients, unless micro-batches are still being accumulated."""
         if self.has_stepped or not self._window.holds_gradients:
             self.has_stepped = self.holds_abandoned = False
             self.optimizer.zero_grad(set_to_none)
@@ -299,7 +302,7 @@ class PreparedOptimizer(OptimizerProxy):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Return a context in which only this optimizer's parameters get gradients, as when training one side of a GAN.
+        """Return a context in which only this optimizer's parameters get gradients.
 
         Args:
             sync_grad: True to reduce gradients over processes in the body.
@@ -374,7 +377,7 @@ def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
 
 
 class AccumulationWindow:
-    """Counter that decides which micro-batch is the last one before an optimizer step (gradient accumulation).
+    """Counter of the micro-batches that accumulate for one optimizer step.
 
     A plain loop enters each micro-batch by `advance`, and the end of its data loader ends the window. The Trainer,
     which fetches the micro-batches of a step in advance, sets their number with `begin` and enters each by
@@ -410,11 +413,11 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True while an optimizer step is unfinished: backward has run, but micro-batches are still missing."""
+        """True while an optimizer step lacks some of its micro-batches."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
-        """Count the next micro-batch in a hand-written training loop, and decide if optimizers step after it."""
+        """Count a micro-batch of a hand-written loop, and decide if optimizers step after it."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self.count == 0:
@@ -489,7 +492,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply all accumulated gradients by `factor`, to average over the actual number of micro-batches."""
+        """Multiply the accumulated gradients by `factor`, to average over fewer micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.
@@ -527,7 +530,7 @@ class AccumulationWindow:
 
 
 class PreparedScheduler:
-    """Learning-rate scheduler returned by `Accelerator.prepare`. It steps only when its optimizers have stepped.
+    """Learning-rate scheduler from `Accelerator.prepare`, which steps with its optimizers.
 
     Args:
         scheduler: The original scheduler, also available as `.scheduler`.
@@ -602,7 +605,7 @@ def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedSchedu
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a learning-rate scheduler to cover parameter groups that were added to its optimizer later.
+    """Extend a scheduler to parameter groups that were added to its optimizer later.
 
     A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
     this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
@@ -616,7 +619,7 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Make a scheduler continue from a learning rate that the user has set in parameter group `number`."""
+    """Make a scheduler continue from the learning rate set in a parameter group."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)

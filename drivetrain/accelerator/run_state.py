@@ -40,7 +40,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Checkpoint opened for loading, from which models, optimizers and other state are restored one by one.
+    """Checkpoint opened for loading, from which states are restored one by one.
 
     Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
     tool.
@@ -117,7 +117,7 @@ class SavedEngine:
         return {**described, **found, **({"engine": engine} if "engine" in described else {})}, own
 
     def refuse_weights_only(self) -> None:
-        """Raise an error if the checkpoint holds weights but no optimizer state, so that training cannot resume."""
+        """Raise an error if the checkpoint holds only weights, so that training cannot resume."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
                 f"{self.directory} contains weights only, so training cannot resume from it. Load the weights with "
@@ -234,7 +234,7 @@ class SavedEngine:
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Restore the positions of the prepared data loaders, so that they start with the interrupted epoch.
+        """Restore the positions of the prepared data loaders within the interrupted epoch.
 
         A loader prepared with `use_stateful_dataloader` continues at the next sample. A loader after the last batch of
         an epoch continues with the next epoch. Loaders without saved state are not changed.
@@ -260,7 +260,7 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Set the random number generators to their states in the checkpoint, if it has any for this process."""
+        """Restore this process's random number generators, if their states were saved."""
         restore_random(self.random)
 
 
@@ -299,7 +299,7 @@ class NumberedCheckpoints:
 
     @property
     def enabled(self) -> bool:
-        """True if `save_state()` without a directory names checkpoints by number, such as `checkpoint_3`."""
+        """True if `save_state()` without a directory names checkpoints by number."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
@@ -428,7 +428,7 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Add objects with `state_dict()` and `load_state_dict(state)` to those that checkpoints contain."""
+        """Add objects with `state_dict` and `load_state_dict` to the checkpoints."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -546,7 +546,7 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Raise if a checkpoint is saved during an optimizer step, or warn if it would lose accumulated gradients."""
+        """Raise or warn if the current optimizer step cannot be saved in a checkpoint."""
         if self._step.is_torn:
             raise CheckpointError(
                 "A checkpoint cannot be saved while an optimizer is in its step, for example in the closure of "
@@ -568,7 +568,7 @@ class RunState:
         safe: bool = True,
         on_each_node: bool = False,
     ) -> None:
-        """Write a model's full weights to files of at most `max_shard_size` each, which other libraries can load."""
+        """Write a model's full weights to files that other libraries can load."""
         weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
@@ -616,7 +616,10 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model that an optimizer's parameters belong to, or several in a `ModuleList`."""
+        """Return the prepared model that holds an optimizer's parameters.
+
+        If there are several, return them in a `ModuleList`.
+        """
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
@@ -625,5 +628,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise an error if a state dict contains objects that a checkpoint cannot store, such as of unknown classes."""
+    """Raise an error if a state dict holds objects that a checkpoint cannot store."""
     pack({name: state})

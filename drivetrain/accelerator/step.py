@@ -33,7 +33,7 @@ from drivetrain.strategies.precision import Precision, overrides
 
 @dataclass(eq=False)
 class WeightedMean:
-    """Mean of a step's losses over all micro-batches and processes, weighted by sample or token counts.
+    """Mean of a step's losses over all processes, weighted by sample or token counts.
 
     The mean over a global batch, `sum_i loss_i / sum_i weight_i`, is not the average of the micro-batches' means if
     their weights differ. This class therefore accumulates gradients of the loss sums and adds up all weights. It
@@ -162,7 +162,7 @@ _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Callbacks with which the Trainer observes or replaces parts of an optimizer step, such as clipping.
+    """Callbacks with which the Trainer takes part in an optimizer step, such as clipping.
 
     Empty hooks cost nothing.
 
@@ -191,7 +191,7 @@ class StepHooks:
 
 
 class OptimizerStep:
-    """Engine that runs backward pass, gradient clipping and optimizer step for all prepared optimizers.
+    """Backward pass, gradient clipping and step for all prepared optimizers.
 
     A plain loop runs the parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared
     optimizer. The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
@@ -344,7 +344,7 @@ class OptimizerStep:
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Undo the loss scaling in an optimizer's gradients, then call the hooks that inspect or clip gradients."""
+        """Unscale an optimizer's gradients, then call the hooks that inspect or clip them."""
         if self._unscale is not None:
             self._unscale(optimizer)
         if self._hooks.before_step:
@@ -445,12 +445,12 @@ class OptimizerStep:
         return self.without_sync(chosen[0]) if len(chosen) == 1 else self._all_without_sync(chosen)
 
     def without_sync(self, model: nn.Module | None) -> AbstractContextManager[Any]:
-        """Return a context manager in which backward passes do not reduce the model's gradients over processes."""
+        """Return a context manager in which backward passes do not reduce gradients."""
         return nullcontext() if model is None else self._strategy.gradients.no_sync(model)
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which `backward` reduces gradients, although the forward pass ran within `no_sync`."""
+        """Return a context in which `backward` reduces gradients after a forward in `no_sync`."""
         before = self._prepare_backward, self._differentiate
         if isinstance(model, ReducingWrapper):
             self._prepare_backward, self._differentiate = model.prepare_backward, self._differentiate_with_hooks
@@ -460,7 +460,7 @@ class OptimizerStep:
             self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Run backward and update the weights in one pass, with optimizers that support it, such as LOMO."""
+        """Run backward and update the weights in one pass, as LOMO optimizers do."""
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
@@ -500,7 +500,7 @@ class OptimizerStep:
         return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to `[-clip_value, clip_value]`, once all micro-batches have contributed."""
+        """Clamp every gradient element to `[-clip_value, clip_value]`."""
         given = self._complete(parameters)
         if given is not None:
             self._strategy.gradients.scale(given, bound=clip_value)

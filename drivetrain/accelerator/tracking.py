@@ -20,7 +20,7 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Start and end of a run in each experiment tracker, such as TensorBoard, and their state in checkpoints."""
+    """Start and end of a run in each experiment tracker, and their saved state."""
 
     state: PartialState
     project: ProjectConfiguration
@@ -56,7 +56,7 @@ class RunTracking:
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
-        """Leave the run: finish the experiment trackers, and destroy the process group with all processes."""
+        """Finish the experiment trackers, and destroy the process group of the run."""
         self.finish()
         self.state.destroy_process_group()
 
@@ -79,7 +79,7 @@ class RunTracking:
     # the state of the run
 
     def entries(self) -> dict[str, Any]:
-        """Return the trackers' state, such as run ids, for a checkpoint, so that a resumed run continues them."""
+        """Return the trackers' state, such as run ids, for a checkpoint."""
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class RunTracking:
 
 
 def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
-    """Return `log_with` unchanged. Raise an error if a tracker is unknown or its package is not installed."""
+    """Return `log_with`, or raise an error if a tracker is unknown or not installed."""
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     )

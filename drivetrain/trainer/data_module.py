@@ -37,7 +37,10 @@ class DataHooks:
         """
 
     def prepare_data(self) -> None:
-        """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
+        """Download or unpack data, on the first process of each machine only.
+
+        Do not set attributes here: the other processes would not have them.
+        """
 
     def setup(self, stage: str) -> None:
         """Create the datasets. Called on every process at the start of `fit`, `validate`, `test` and `predict`.
@@ -72,7 +75,10 @@ class DataHooks:
         raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before its transfer to the device, for example augment it on the CPU, and return it."""
+        """Change a batch before its transfer to the device, and return it.
+
+        For example, augment it on the CPU.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

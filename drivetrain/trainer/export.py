@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 
 class TaskFiles(HoldsHyperParameters, nn.Module):
-    """Base class of `Task` with the methods that load a task from a checkpoint and export it, such as `to_onnx`."""
+    """Base class of `Task` with methods that load a task and export it."""
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None

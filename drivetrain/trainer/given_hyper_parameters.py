@@ -42,7 +42,7 @@ def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return the class with the import path `path` if it is `kind` or an imported subclass, else None."""
+    """Return an already imported subclass of `kind` by its import path, or None."""
     candidates = [kind]
     while candidates:
         found = candidates.pop()

@@ -33,7 +33,7 @@ def is_overridden(owner: Any, base: type, name: str) -> bool:
 
 
 def is_redefined(owner: Any, base: type, name: str) -> bool:
-    """Return True if an object replaces a method of `base` by another function, not just by decorating it."""
+    """Return True if an object replaces a method of `base`, not merely decorates it."""
     if not is_overridden(owner, base, name):
         return False
     # A bound method has the function that is compared in `__func__`.
@@ -42,7 +42,7 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
 
 
 class Hooks:
-    """Lookup of the hooks, such as `on_train_start`, that the callbacks and the task of a run override."""
+    """Lookup of the hooks that the callbacks and the task of a run override."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
         self._trainer = trainer
@@ -52,7 +52,7 @@ class Hooks:
         self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
-        """Return all overrides of a hook, such as `on_train_start`: first those of the callbacks, then the task's.
+        """Return all overrides of a hook: first those of the callbacks, then the task's.
 
         The Trainer and the task, which callbacks receive as first arguments, are already bound.
         """
@@ -74,7 +74,7 @@ class Hooks:
         return self._of_batches[key]
 
     def call(self, name: str, *args: Any) -> None:
-        """Call all overrides of a hook, such as `on_train_start`, with `args`: first the callbacks, then the task."""
+        """Call all overrides of a hook: first those of the callbacks, then the task's."""
         for hook in self.find(name):
             hook(*args)
 

@@ -46,7 +46,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Read the arguments that an object's `__init__` received from the call stack, for `save_hyperparameters`.
+    """Read the arguments of an object's running `__init__` from the call stack.
 
     If constructors of a class and its base class have an argument of the same name, the value of the derived class is
     returned.
@@ -81,7 +81,7 @@ def _arguments_in(frame: FrameType) -> dict[str, Any]:
 
 
 def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
-    """Yield the stack frames of an object's running `__init__` methods, from the base class outwards."""
+    """Yield the stack frames of an object's running constructors, base class first."""
     current: FrameType | None = frame
     while current is not None:
         # The first local variable of a method is `self`, whatever it is called.
@@ -214,7 +214,7 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Convert hyper-parameters to types that a checkpoint can store, such as numbers, strings and dicts.
+    """Convert hyper-parameters to types that a checkpoint can store.
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
     With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
@@ -266,7 +266,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Convert an enum, dataclass, pydantic model or similar to built-in types, or return None for other types."""
+    """Convert an enum, dataclass or similar to built-in types, or return None."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -283,7 +283,7 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Base class of `Task` and `DataModule`: `save_hyperparameters` records constructor arguments in `hparams`.
+    """Base class of `Task` and `DataModule` that records constructor arguments.
 
     `save_hyperparameters` may be called before `super().__init__()`.
     """
@@ -481,7 +481,7 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return the state of a data module of class `kind` from a checkpoint's entries, or None if there is none.
+    """Return the saved state of a data module of class `kind`, or None.
 
     A `.ckpt` file stores the state under the name of the data module's class.
     """

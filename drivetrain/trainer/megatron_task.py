@@ -122,7 +122,9 @@ class MegatronTask(Task):
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return a batch's number of rows and sequence length, which pipeline stages must know in advance.
+        """Return a batch's number of rows and sequence length.
+
+        Pipeline stages must know both in advance.
 
         Args:
             batch: A batch of the loader.

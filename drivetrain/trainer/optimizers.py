@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the optimizers' names if `configure_optimizers` returned a dict of optimizers by name, else `()`."""
+    """Return the optimizers' names if `configure_optimizers` returned a dict, else `()`."""
     # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
@@ -127,7 +127,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Check what `configure_optimizers` returned, and parse it into a list of optimizers and one of schedulers."""
+    """Convert what `configure_optimizers` returned to lists of optimizers and schedulers."""
     optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
@@ -267,7 +267,7 @@ def _describe(value: Any) -> str:
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Prepare schedulers that step at a duration, such as every `"1M samples"`, when training starts."""
+    """Prepare schedulers that step at a duration, such as every `"1M samples"`."""
     for config in trainer.lr_scheduler_configs:
         every: Any = config.frequency
         is_counted = isinstance(every, Duration)
@@ -275,7 +275,7 @@ def begin_schedules(trainer: Trainer) -> None:
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
-    """Step those learning-rate schedulers with `interval="step"` that are due after an optimizer step."""
+    """Step the schedulers with `interval="step"` that are due after an optimizer step."""
     step = trainer.global_step
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
@@ -299,7 +299,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers with `interval="epoch"` that monitor no value, after the last batch of an epoch.
+    """Step the schedulers with `interval="epoch"` that monitor no value.
 
     The progress records this, so that a run resumed at this point does not step them twice.
     """

@@ -139,7 +139,7 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """True if a limit in steps, samples, tokens or time ends the run, so that `max_epochs` is not needed."""
+        """True if a limit other than `max_epochs` ends the run."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
@@ -186,7 +186,7 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """Base class through which a Trainer has its options as attributes, such as `trainer.max_epochs`."""
+    """Base class that gives a Trainer its options as attributes."""
 
     options: TrainerOptions
 
@@ -258,7 +258,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
 
 
 def check_validation_interval(interval: Any) -> None:
-    """Raise an error unless `val_check_interval` is a number of batches, a fraction of an epoch, or a duration."""
+    """Raise an error unless `val_check_interval` is a count, a fraction or a duration."""
     if isinstance(interval, timedelta | Duration):
         return
     whole = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1

@@ -58,7 +58,7 @@ class TaskRun:
     # beginning and end of a run
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
-        """Connect a task and its data to the Trainer when a run begins, and reset the values of the last run."""
+        """Connect a task and its data to the Trainer at the beginning of a run."""
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
@@ -81,7 +81,7 @@ class TaskRun:
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
-        """Set up a run: look up overridden hooks, call `prepare_data` once per machine, then all `setup` hooks."""
+        """Set up a run: look up hooks, call `prepare_data`, and then all `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
         # Before hooks are looked up, because it may replace callbacks.
@@ -104,7 +104,7 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Call only the hooks of `callbacks` and the task in the `with` block, for trial steps of a search."""
+        """Call only the hooks of `callbacks` and the task in the `with` block."""
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
@@ -157,7 +157,10 @@ class TaskRun:
     # preparation for devices and processes
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Call the task's `configure_optimizers`, store the schedulers it returns, and return its optimizers."""
+        """Call the task's `configure_optimizers` and return its optimizers.
+
+        Its schedulers are stored.
+        """
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()

@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 
 class TwinCallbacksError(ConfigurationError, RuntimeError):
-    """Raised if two callbacks of a Trainer would save their states in checkpoints under the same key."""
+    """Raised if two callbacks of a Trainer have the same key in checkpoints."""
 
 
 def make_accelerator(
@@ -57,10 +57,10 @@ def make_accelerator(
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
-    """Create the `Accelerator` for a Trainer's arguments, after restarting the script under a launcher if needed.
+    """Create the `Accelerator` for a Trainer's arguments.
 
-    A restart is needed if the script runs without a launcher, but needs several processes. An `Accelerator` that the
-    Trainer received is returned unchanged.
+    The script is first restarted under a launcher if it runs without one but needs several processes. An `Accelerator`
+    that the Trainer received is returned unchanged.
     """
     # An existing engine has its devices and strategy already, so the Trainer cannot choose them.
     if isinstance(accelerator, Accelerator):
@@ -163,7 +163,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
-    """Parse the argument `devices` into the number of processes and, if given, the indices of their devices."""
+    """Parse the argument `devices` into a number of processes and device indices."""
     if isinstance(devices, str) and "," in devices:
         numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
     elif isinstance(devices, list | tuple):
@@ -221,7 +221,7 @@ def _left_to_verbs(
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the device type, such as CUDA, and the number of processes that `Trainer(devices=...)` asks for."""
+    """Return the device type and the number of processes that a Trainer asks for."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
@@ -375,7 +375,10 @@ def make_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """Add a task's callbacks to those of the Trainer, replacing callbacks of the same or a base class."""
+    """Add a task's callbacks to those of the Trainer.
+
+    They replace callbacks of the same class or of a base class.
+    """
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
@@ -388,7 +391,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 
 class WithoutValues(TorchFunctionMode):
-    """Torch function mode in which the functions of `torch.nn.init` do nothing, to create modules faster."""
+    """Torch function mode that skips weight initialization by `torch.nn.init`."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -402,7 +405,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
-    """Create modules in the `with` block directly on the run's device, in its dtype and as the strategy needs."""
+    """Create modules in the `with` block on the run's device and in its dtype."""
     strategy = trainer.strategy
     # The strategy comes last, because sharding strategies create parameters on the meta device.
     with (

@@ -97,7 +97,7 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """Result of a method, such as `fit`, in spawned processes, with the final weights and states of rank 0."""
+    """Result of a method such as `fit` in spawned processes, with the final weights."""
 
     result: Any
     left: BaseException | None  # with which a signal ended the run in an orderly way
@@ -271,7 +271,7 @@ def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
 
 
 def _on_host(value: Any) -> Any:
-    """Move all tensors in nested lists and dicts to the CPU, and detach them from the autograd graph."""
+    """Move all tensors in nested lists and dicts to the CPU, detached."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

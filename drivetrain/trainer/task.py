@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TaskHooks(nn.Module):
-    """Hooks of a task: methods that it overrides to run its own code during training, evaluation and prediction."""
+    """Hooks of a task, which it overrides to run its own code during a run."""
 
     def on_fit_start(self) -> None:
         """Run code at the start of `fit`, once the model is on its device and the optimizers exist."""
@@ -80,7 +80,10 @@ class TaskHooks(nn.Module):
         """Run code before each backward pass. `loss` is already weighted and scaled."""
 
     def on_after_backward(self) -> None:
-        """Run code after each backward pass. Gradients are not clipped yet, and may be scaled in fp16 training."""
+        """Run code after each backward pass.
+
+        Gradients are not clipped yet, and may be scaled in fp16 training.
+        """
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Run code before each step of `optimizer`, for example to log gradient norms.
@@ -336,7 +339,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Create and return the optimizers for training, together with learning-rate schedulers if needed.
+        """Create and return the optimizers and learning-rate schedulers for training.
 
         Returns:
             One of: an optimizer; a list of optimizers that all step on the same loss; a list of optimizers and a list
@@ -369,7 +372,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value for the experiment trackers, the callbacks and, with `prog_bar=True`, the progress bar.
+        """Log a value for the experiment trackers, the callbacks and the progress bar.
 
         The value stays on its device until it is needed.
 
@@ -547,9 +550,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """Return the task's learning-rate scheduler, a list of them if there are several, or None without any.
+        """Return the task's learning-rate scheduler, or a list if there are several.
 
-        Tasks with manual optimization step these schedulers themselves.
+        None without any. Tasks with manual optimization step these schedulers themselves.
         """
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
@@ -570,7 +573,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         self.trainer.accelerator.backward(loss, **named, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Freeze all parameters that `optimizer` does not update, for example to train one side of a GAN.
+        """Freeze all parameters that `optimizer` does not update, for example in a GAN.
 
         Sets their `requires_grad` to False until `untoggle_optimizer` is called.
         """
@@ -618,7 +621,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step one optimizer. Override it to change how an optimizer steps, for example to warm up its learning rate.
+        """Step one optimizer.
+
+        Override it to change how an optimizer steps, for example to warm up its learning rate.
 
         Args:
             epoch: The index of the current epoch.
@@ -655,7 +660,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         )
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step one learning-rate scheduler. Override it for a scheduler whose `step` takes other arguments.
+        """Step one learning-rate scheduler.
+
+        Override it for a scheduler whose `step` takes other arguments.
 
         Args:
             scheduler: The scheduler.

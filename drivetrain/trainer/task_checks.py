@@ -72,7 +72,7 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
-    """Raise `ConfigurationError` if a task's training methods are missing or conflict with Trainer arguments."""
+    """Raise an error if a task cannot be trained with the Trainer's arguments."""
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
@@ -153,7 +153,7 @@ def _takes_more(task: Task, name: str) -> bool:
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return the public methods that a user defined in `kind` and its parents, each with its defining class."""
+    """Return the public methods that a user's class defines, each with its defining class."""
     found: dict[str, type] = {}
     # In the order of the MRO, so that the most derived definition of a method is found first.
     for defining in kind.__mro__:
@@ -168,7 +168,7 @@ def _own_methods(kind: type, base: type) -> dict[str, type]:
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
-    """Warn if a task has validation data but no `validation_step`, or a `validation_step` but no data."""
+    """Warn if validation data or `validation_step` is missing while the other exists."""
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
         logger.warning(
@@ -182,7 +182,7 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
 
 
 def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
-    """Warn if training takes fewer steps than `log_every_n_steps`, so that no step values reach the trackers."""
+    """Warn if training takes too few steps for `log_every_n_steps` to log any."""
     every = trainer.log_every_n_steps
     if isinstance(every, Duration):
         return
@@ -216,7 +216,7 @@ def warn_of_evaluation_mode(task: Task) -> None:
 
 
 def check_saved_states(trainer: Trainer) -> None:
-    """Raise an error if a callback, scheduler or module has state that the checkpoint format cannot store.
+    """Raise an error if a callback, scheduler or module has state that cannot be saved.
 
     Called before training and after the first step, so that the run fails early rather than at its first save. The
     check does not call `on_save_checkpoint`, which may have side effects.
@@ -239,7 +239,7 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Raise `CheckpointError` early if an optimizer's state is in a tensor type that cannot be saved.
+    """Raise an error early if an optimizer's state is of a type that cannot be saved.
 
     Called after the first step, when the state exists, rather than at the first save.
     """

@@ -156,7 +156,7 @@ class TrainerStatus:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks, such as `on_train_start`, that the callbacks and the task of the current run override."""
+        """The hooks that the callbacks and the task of the current run override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
@@ -195,14 +195,20 @@ class TrainerStatus:
 
     @property
     def local_dir(self) -> str:
-        """The local directory for output files: `log_dir`, or the working directory if `log_dir` is a URL."""
+        """The local directory for output files.
+
+        It is `log_dir`, or the working directory if `log_dir` is a URL.
+        """
         return self.log_dir if "://" not in self.log_dir else "."
 
     # processes
 
     @property
     def spawning(self) -> StartsProcesses | None:
-        """The strategy, if `fit` and similar methods start their own processes (`ddp_spawn`, `ddp_fork`), else None."""
+        """The strategy, if `fit` starts its own processes, else None.
+
+        `ddp_spawn` and `ddp_fork` do.
+        """
         strategy = self.accelerator.strategy
         return strategy if isinstance(strategy, StartsProcesses) else None
 
@@ -265,7 +271,9 @@ class TrainerStatus:
             print_all(*args, **kwargs)
 
     def announce(self, text: str, level: int = logging.INFO) -> None:
-        """Log a line about the run on rank 0, on the logger `drivetrain`, or print it if logging is not configured.
+        """Log a line about the run on rank 0.
+
+        It goes to the logger `drivetrain`, or is printed if logging is not configured.
 
         Args:
             text: The line.
@@ -281,7 +289,10 @@ class TrainerStatus:
 
     @property
     def callback_metrics(self) -> dict[str, Value]:
-        """The latest logged values by name, as tensors: the values of the last step and of the last epoch."""
+        """The latest logged values by name, as tensors.
+
+        They are the values of the last step and of the last epoch.
+        """
         values = self.logged.callback_values()
         return {
             # float64 keeps Python floats exact.
@@ -350,7 +361,10 @@ class TrainerStatus:
 
     @property
     def is_finite(self) -> bool:
-        """True as long as no value logged in training, and no weight at an epoch's end, was NaN or infinite."""
+        """True as long as no logged value and no weight was NaN or infinite.
+
+        Checked are values logged in training, and weights at an epoch's end.
+        """
         return self.finiteness.is_finite
 
     # stages
@@ -372,7 +386,7 @@ class TrainerStatus:
 
     @property
     def batch_info(self) -> BatchInfo | None:
-        """The index, the number of rows and other facts about the current batch, or None without a batch."""
+        """The index and number of rows of the current batch, or None without a batch."""
         return self.current.batch_info
 
     @property
@@ -417,12 +431,12 @@ class TrainerStatus:
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C has stopped the last `fit`, or will stop the running one after its current step."""
+        """True if Ctrl-C has stopped `fit`, or will stop it after its current step."""
         return self.control.interrupted
 
     @property
     def preempted(self) -> bool:
-        """True if the cluster's preemption signal has stopped the last `fit`, or will soon stop the running one."""
+        """True if the cluster's preemption signal has stopped `fit`, or will soon stop it."""
         return self.control.preempted
 
     @property
@@ -732,7 +746,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Prepare task, data and optimizers for `fit`, restore a checkpoint if given, and return the training loop."""
+        """Prepare task, data and optimizers for `fit`, and return the training loop.
+
+        Restores a checkpoint if one is given.
+        """
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -823,7 +840,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the test data, and return a list with a dict of logged values for each loader.
+        """Evaluate a task on the test data, and return the logged values of each loader.
 
         Arguments and result are the same as for `validate`.
         """
@@ -843,7 +860,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         weights_only: bool | None = None,
         gather: bool = True,
     ) -> list[Any]:
-        """Run `predict_step` on the prediction data, for every sample exactly once, and return the results.
+        """Run `predict_step` once for every sample of the prediction data, and return the results.
 
         Args:
             model: The task. None uses the task of the last `fit`.
@@ -899,7 +916,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return which part of a loader's data this process reads, or None to let the strategy divide the data.
+        """Return which part of a loader's data this process reads.
+
+        None lets the strategy divide the data.
 
         Args:
             loader: The loader.
@@ -941,7 +960,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return FitLoop(self, *parts)
 
     def adopt_callbacks(self, added: Any) -> None:
-        """Add the callbacks of a task. They replace the Trainer's callbacks of the same class or of a base class.
+        """Add a task's callbacks to those of the Trainer.
+
+        They replace callbacks of the same class or of a base class.
 
         Args:
             added: One callback or several.
@@ -961,7 +982,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.tracker_log.write(values, self.global_step if step is None else step)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context manager in which new modules are created on the run's device and in its dtype.
+        """Return a context manager that creates modules on the run's device, in its dtype.
 
         Under a sharding strategy, parameters get their values later, during placement.
 
@@ -1087,7 +1108,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return estimate_steps(self, loader)
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
-        """Convert a fraction of the run, such as `"10%"`, to an absolute duration in steps, samples or seconds.
+        """Convert a fraction of the run, such as `"10%"`, to steps, samples or seconds.
 
         Other durations are returned unchanged.
 
@@ -1115,7 +1136,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
     def request_stop(self, reason: str, asker: str = "") -> None:
-        """End `fit` on all processes after the current step, once `min_epochs` and `min_steps` are reached.
+        """End `fit` on all processes after the current step.
+
+        `min_epochs` and `min_steps` delay the stop.
 
         Args:
             reason: The source of the request and its reason, for the message at the end of the run.
@@ -1124,10 +1147,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel an earlier `request_stop`, which is possible while `min_epochs` or `min_steps` delays the stop.
+        """Cancel an earlier `request_stop` that has not taken effect yet.
 
-        Used when the reason of the request no longer holds. Call it on all processes. Requests of others remain.
-        `trainer.should_stop = False` cancels all requests.
+        `min_epochs` and `min_steps` delay a stop. Used when the reason of the request no longer holds. Call it on all
+        processes. Requests of others remain. `trainer.should_stop = False` cancels all requests.
 
         Args:
             asker: The name that was passed to `request_stop`.
@@ -1135,9 +1158,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after the current step, for example because the loss has exploded.
+        """Return to an earlier checkpoint after the current step.
 
-        All processes must call this.
+        For example, because the loss has exploded. All processes must call this.
 
         Args:
             path: The checkpoint.
@@ -1146,7 +1169,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_rollback(path, skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Skip the given training batches of this process in the rest of the run, for example those with bad data.
+        """Skip the given training batches of this process, such as those with bad data.
 
         Args:
             batches: The batches, as (epoch, batch index).

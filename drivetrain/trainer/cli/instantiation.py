@@ -48,7 +48,7 @@ M = TypeVar("M")
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Import the class that a configuration names, and create an object with the configured arguments.
+    """Create an object of the class and with the arguments in a configuration.
 
     Args:
         args: The first constructor argument, or a tuple of several, which is not part of the configuration.
@@ -75,7 +75,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
-    """Create a task or data module from the hyper-parameters that `TrainerCLI` saved in a checkpoint.
+    """Create a task or data module from the configuration saved by `TrainerCLI`.
 
     It imports the classes named in the hyper-parameters. It calls only subclasses of `class_type`, and subclasses of
     the annotated type of the constructor argument that receives them.
@@ -95,7 +95,7 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Recreate a checkpoint's task or data module from the configuration that `TrainerCLI` saved in it.
+    """Create a task or data module again from the configuration in its checkpoint.
 
     `given` are constructor arguments that replace saved ones. Without `instantiate`, saved values that describe objects
     raise `CheckpointError`.
@@ -154,7 +154,7 @@ def names_an_object(value: Any) -> bool:
 
 
 def is_plain(hint: Any) -> bool:
-    """Return True if an annotation allows only plain values, such as numbers and strings, but no other objects."""
+    """Return True if an annotation allows only plain values, such as numbers and strings."""
     # `None` as an annotation means NoneType.
     if hint is None or get_origin(hint) is Literal:
         return True
@@ -182,7 +182,7 @@ def _container(hint: Any) -> Any:
 
 
 def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
-    """Return the class to create: the subclass with the import path `path`, or `class_type` without a path.
+    """Return the class at the import path `path`, or `class_type` without a path.
 
     Without `instantiate`, nothing is imported, and a class that is not yet imported raises an error.
     """
@@ -201,7 +201,10 @@ def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
 
 
 def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
-    """Import the class at `path`. To guard against foreign checkpoints, it must be a subclass of one of `bases`."""
+    """Import the class at `path`, which must be a subclass of one of `bases`.
+
+    This guards against foreign checkpoints.
+    """
     module, _, last = str(path).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
@@ -390,7 +393,10 @@ def configuration_of(
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Return True if jsonargparse can parse a value from a checkpoint without changing it or importing a class."""
+    """Return True if jsonargparse can parse a saved value without importing a class.
+
+    The value must also stay unchanged.
+    """
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):

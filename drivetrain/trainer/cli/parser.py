@@ -86,7 +86,7 @@ _KEY = re.compile(r"(?:Group '([\w.]+)' )?does not accept option '([\w.]+)'")
 
 
 class TrainerArgumentParser(ArgumentParser):
-    """jsonargparse parser with options for the arguments of classes, including callbacks, optimizers and schedulers.
+    """jsonargparse parser with options for the constructor arguments of classes.
 
     Args:
         *args: Arguments of `jsonargparse.ArgumentParser`.
@@ -202,7 +202,7 @@ class TrainerArgumentParser(ArgumentParser):
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing, because a list of all options of the Trainer would hide the error message below it."""
+        """Print nothing, since a list of all options would hide the error message."""
 
     def _guess(self, message: str) -> str:
         """Return a "Did you mean" hint for an error of jsonargparse, or an empty string."""
@@ -243,7 +243,7 @@ if IS_INSTALLED:
 
 
 def load_named_classes() -> None:
-    """Import all callbacks and profilers of this package, since options find only imported classes by name."""
+    """Import all callbacks and profilers, so that options find them by name."""
     # Exports are loaded on first access. Only imported subclasses can be found by name.
     for room in (callbacks, profilers):
         for name in room.__all__:
@@ -259,7 +259,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return the class of the objects that `kind` creates: `kind` itself, or a function's annotated return type."""
+    """Return the class of the objects that `kind`, a class or a function, creates."""
     if isinstance(kind, type):
         return kind
     try:

@@ -59,7 +59,7 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """Replacement for a task's `configure_optimizers` that creates the optimizer chosen on the command line."""
+    """Replacement for `configure_optimizers` with the optimizer of the command line."""
 
     optimizer: Mapping[str, Any]
     lr_scheduler: Mapping[str, Any] | None
@@ -76,7 +76,7 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the configuration of the task's optimizer or scheduler on the command line, or None without one."""
+    """Return the command line's configuration of an optimizer or scheduler, or None."""
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
@@ -240,7 +240,7 @@ def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 class TrainerCLI:
-    """Command line of a training script with the subcommands `fit`, `validate`, `test` and `predict`.
+    """Command line with the subcommands `fit`, `validate`, `test` and `predict`.
 
     The constructor parses the command line, creates task, data module and Trainer, and runs the subcommand. Options
     come from the signatures of the classes: `--trainer.max_epochs`, `--model.lr`, `--data.batch_size`. Files given by
@@ -458,7 +458,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, each with the arguments of its Trainer method that are not command-line options."""
+        """Return the subcommands, with those Trainer arguments that are no options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -468,7 +468,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Pass the configurations of optimizers and schedulers to the task's arguments that `link_to` names.
+        """Pass optimizer and scheduler configurations to the task, as `link_to` names.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -568,7 +568,7 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Register a `ModuleInstantiator` for task and data module, which records their options in `hparams`."""
+        """Make the parser record the options of task and data module in `hparams`."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (
@@ -583,7 +583,7 @@ class TrainerCLI:
         """Override this method to change `self.config` after the command line is parsed."""
 
     def instantiate_classes(self) -> None:
-        """Create the data module, the task and the Trainer from the parsed options, and store them as attributes."""
+        """Create the data module, the task and the Trainer from the parsed options."""
         try:
             self.config_init = self.parser.instantiate_classes(self.config)
             own = self._own(self.config_init)
@@ -602,7 +602,7 @@ class TrainerCLI:
         """Override this method to run code after the task, data module and Trainer are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return a new Trainer with the parsed options, and with the callbacks that were configured by options.
+        """Return a new Trainer with the parsed options and configured callbacks.
 
         Args:
             **kwargs: Arguments that replace configured ones.
@@ -666,7 +666,7 @@ class TrainerCLI:
     # running
 
     def _run_subcommand(self, name: str) -> None:
-        """Run a subcommand, and call the methods `before_<subcommand>` and `after_<subcommand>` if they exist."""
+        """Run a subcommand with its methods `before_<subcommand>` and `after_<subcommand>`."""
         before, after = getattr(self, f"before_{name}", None), getattr(self, f"after_{name}", None)
         # A subclass may define the subcommand itself.
         run = getattr(self, name, None) or getattr(self.trainer, name)

@@ -47,7 +47,10 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class LoaderSource:
-    """Source of the data loaders for one stage: an argument of the Trainer's method, the data module or the task."""
+    """Source of the data loaders for one stage, such as validation.
+
+    It is an argument of the Trainer's method, the data module or the task.
+    """
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
@@ -85,7 +88,7 @@ class LoaderSource:
         return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def _origin(self) -> str:
-        """Describe where the user's loaders come from, for errors: "returned from `MyTask.train_dataloader()`"."""
+        """Describe for error messages where the user's loaders come from."""
         method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
         for owner, base in ((self._data, DataModule), (self._task, Task)):
             if self._given is None and owner is not None and is_overridden(owner, base, method):
@@ -105,7 +108,7 @@ class LoaderSource:
         return self._prepared
 
     def forget_training(self) -> None:
-        """Release the training loader and stop its workers, so that checkpoints no longer include its position."""
+        """Release the training loader, stop its workers and leave it out of checkpoints."""
         if self._prepared is not None and self._prepared is not self._given:
             self._trainer.accelerator.forget_loader(self._prepared)
         self._prepared = None
@@ -131,7 +134,7 @@ class LoaderSource:
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Create the validation, test or prediction loaders, and return them as a list, prepared for the device."""
+        """Create and prepare the evaluation loaders of this stage, and return them as a list."""
         raw = self.raw()
         if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
             raw = with_same_batches(raw, self._stage, self._most_batches())
@@ -222,7 +225,7 @@ class LoaderSource:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return a loader's number of batches, or None if it has no length, as with an `IterableDataset`."""
+    """Return a loader's number of batches, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -230,7 +233,10 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """Apply a limit such as `limit_train_batches` to a loader's length, and return how many batches to run."""
+    """Return how many batches to run for a loader's length and a limit.
+
+    The limit is that of an option such as `limit_train_batches`.
+    """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
     if isinstance(limit, int):
@@ -250,9 +256,9 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
 
 
 def check_equal_lengths(batches: float, kind: str) -> None:
-    """Raise `DataError` if ranks run different numbers of batches, since the ranks would wait for each other forever.
+    """Raise `DataError` if ranks run different numbers of batches.
 
-    Runs a collective.
+    They would wait for each other forever. Runs a collective.
     """
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
@@ -414,7 +420,7 @@ def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> f
 
 
 def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
-    """Return the number of optimizer steps that `fit` will take in total, or infinity if it is unknown."""
+    """Return the number of optimizer steps that `fit` will take, or infinity if unknown."""
     batches = epoch_length(trainer, loader)
     if trainer.max_epochs < 0 or batches == FOREVER:
         steps = FOREVER
@@ -432,7 +438,9 @@ def _window_sizes(trainer: Trainer) -> list[int]:
 
 
 class TrainingBatches:
-    """Batches of the training loop. Groups them into optimizer steps, and tracks the loader's position for checkpoints.
+    """Batches of the training loop, grouped into optimizer steps.
+
+    Also tracks the loader's position for checkpoints.
 
     Attributes:
         loader: The prepared training loader.
@@ -462,7 +470,10 @@ class TrainingBatches:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that divide each global training batch, or 1 if every rank reads its own loader."""
+        """Number of ranks that divide each global training batch.
+
+        It is 1 if every rank reads its own loader.
+        """
         trainer = self._trainer
         loaders = self.loader.loaders if isinstance(self.loader, CombinedLoader) else [self.loader]
         reads_own = any(trainer.shard_of(each) is not None for each in loaders)
@@ -483,7 +494,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Begin an epoch: move the training loader to its start, or to the position saved in a checkpoint."""
+        """Move the training loader to an epoch's start, or to the position in a checkpoint."""
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)

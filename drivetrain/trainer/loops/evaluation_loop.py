@@ -84,7 +84,7 @@ class EvaluationLoop:
         self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
-        """Return the prepared evaluation loaders. Create them on the first call, and again when outdated."""
+        """Return the prepared evaluation loaders, created on the first call or if outdated."""
         trainer = self._trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         stale = every and epoch - self._loaded_in >= every and self._stage is Stage.VALIDATE
@@ -197,7 +197,7 @@ class EvaluationLoop:
             self.forget()
 
     def forget(self) -> None:
-        """Release the evaluation loaders and stop their worker processes, once they are no longer needed."""
+        """Release the evaluation loaders and stop their worker processes."""
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
@@ -241,7 +241,7 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Put the task's modules into evaluation mode for the `with` block, then restore each module's previous mode."""
+    """Put the task's modules into evaluation mode for the `with` block."""
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
@@ -419,7 +419,7 @@ logger = get_logger(__name__)
 
 
 class PredictionLoop:
-    """Loop that runs a task's `predict_step` on all batches of its loaders and collects the predictions."""
+    """Loop that runs a task's `predict_step` and collects the predictions."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class FitLoop:
 
     @property
     def is_resuming(self) -> bool:
-        """True from the loading of a checkpoint until training continues in the epoch in which it was saved."""
+        """True from loading a checkpoint until training continues in its epoch."""
         return self._restored is not None
 
     @property
@@ -80,7 +80,7 @@ class FitLoop:
         return self._schedule.follows_this_step
 
     def forget_loaders(self) -> None:
-        """Release the training and validation loaders at the end of `fit`, and stop their worker processes."""
+        """Release the training and validation loaders, and stop their worker processes."""
         self._trainer.accelerator.forget_loader(self.loader)
         if self._validation is not None:
             self._validation.forget()
@@ -89,7 +89,7 @@ class FitLoop:
         self._restored = saved
 
     def run(self) -> None:
-        """Train the task in epochs, until a limit such as `max_epochs`, a stop request or a signal ends the run."""
+        """Train the task in epochs, until a limit, a stop request or a signal ends the run."""
         trainer, control = self._trainer, self._control
         control.start_clock()
         self._schedule.restart_clock()
@@ -157,9 +157,10 @@ class FitLoop:
         self._end_epoch(finished)
 
     def _begin_epoch(self) -> bool:
-        """Prepare the next training epoch. Return False if a resumed epoch has no batches left to train on.
+        """Prepare the next training epoch.
 
-        If the checkpoint was saved between a batch and the validation that follows it, this validation runs first.
+        Return False if a resumed epoch has no batches left to train on. If the checkpoint was saved between a batch and
+        the validation that follows it, this validation runs first.
         """
         trainer, progress = self._trainer, self._progress
         saved, self._restored = self._restored, None
@@ -284,7 +285,7 @@ class FitLoop:
             self._agree()
 
     def validate_within_epoch(self) -> None:
-        """Run a validation now, in the middle of an epoch, unless one has run since the last training batch."""
+        """Run a validation now, unless one has run since the last training batch."""
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
             self._validate()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """Phase of a training epoch: its batches, its schedulers, its last validation or its final hooks.
+    """Part of a training epoch: its batches, schedulers, last validation or final hooks.
 
     Saved in checkpoints, so that a resumed run knows which parts of the epoch are left.
 
@@ -83,7 +83,7 @@ class Progress:
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """Return how many optimizer steps, epochs, samples or tokens the run has completed, according to `unit`."""
+        """Return how many optimizer steps, epochs, samples or tokens the run has completed."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
@@ -151,7 +151,7 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return how many batches training epochs and evaluation loaders have, to copy them to another process."""
+        """Return the numbers of training and evaluation batches, for another process."""
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
@@ -206,7 +206,7 @@ FOREVER = float("inf")
 
 
 def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration:
-    """Convert a fraction of the run, such as 10 %, to an absolute number of steps, samples, tokens or seconds.
+    """Convert a fraction of the run to a number of steps, samples, tokens or seconds.
 
     Other durations are returned unchanged.
 
@@ -228,7 +228,7 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
 
 
 def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration | None:
-    """Return `val_check_interval`. If it is a fraction of the run, convert it to a number of steps or a time."""
+    """Return `val_check_interval`, with a fraction of the run converted to steps or time."""
     interval = trainer.val_check_interval
     if not isinstance(interval, Duration):
         return interval
@@ -237,7 +237,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """Create counters of training samples and tokens, as far as settings such as `max_duration` use these units."""
+    """Create the counters of training samples and tokens that the run's settings need."""
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
@@ -309,7 +309,7 @@ class Foresight:
 
 
 class _Samples:
-    """Counter of the training samples of all ranks, without padding rows, for limits such as `max_duration`."""
+    """Counter of the training samples of all ranks, without padding rows."""
 
     note: None = None
 
@@ -340,7 +340,10 @@ class _Samples:
 
 
 class _Tokens:
-    """Counter of training tokens. Uses the task's `num_tokens(batch)` if defined, else the weights of its losses."""
+    """Counter of training tokens.
+
+    Uses the task's `num_tokens(batch)` if defined, else the weights of its losses.
+    """
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task, self._progress = task, trainer.progress

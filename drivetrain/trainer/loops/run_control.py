@@ -54,10 +54,11 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 @dataclass(eq=False)
 class Interruption:
-    """Signal handler for training. Ctrl-C ends the run after the current step, and a second Ctrl-C ends it at once.
+    """Handler of Ctrl-C, SIGTERM and SIGUSR1 during training.
 
-    SIGTERM and SIGUSR1 preempt the run. It saves a checkpoint after the current step and exits with a code that
-    requests a restart. Schedulers send SIGTERM before they kill a job, SLURM sends SIGUSR1 with `--signal`.
+    Ctrl-C ends the run after the current step, and a second Ctrl-C ends it at once. SIGTERM and SIGUSR1 preempt the
+    run. It saves a checkpoint after the current step and exits with a code that requests a restart. Schedulers send
+    SIGTERM before they kill a job, SLURM sends SIGUSR1 with `--signal`.
 
     Attributes:
         on_request: Function that is called at each signal, except at a second Ctrl-C.
@@ -72,7 +73,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle Ctrl-C, SIGTERM and SIGUSR1 during the `with` block, then restore the previous signal handlers.
+        """Handle Ctrl-C, SIGTERM and SIGUSR1 during the `with` block.
 
         Does nothing outside the main thread. Signals for which the user installed a handler keep it.
         """
@@ -256,7 +257,7 @@ class Ending(NamedTuple):
 
 
 class RunControl:
-    """Controller of a training run: decides when it stops, and whether it returns to an earlier checkpoint.
+    """Controller of a training run, which decides when it stops or rolls back.
 
     Attributes:
         options: Options of the Trainer, with the limits of the run.
@@ -342,12 +343,15 @@ class RunControl:
 
     @property
     def stops_for_good(self) -> bool:
-        """True if a callback such as `EarlyStopping` ended training, so that a resumed run stays stopped too."""
+        """True if training was stopped so that a resumed run stays stopped too.
+
+        A callback such as `EarlyStopping` requests this.
+        """
         return self.stop_requested and self._stops_for_good and not self.ends_to_be_resumed
 
     @property
     def stops_by_request(self) -> bool:
-        """True if a callback or `max_time` ends the run, rather than a signal or a limit such as `max_steps`."""
+        """True if a callback or `max_time` ends the run, rather than a signal or another limit."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
@@ -424,7 +428,7 @@ class RunControl:
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Reset a callback's state at the start of `fit`, if another Trainer has used the callback before."""
+        """Reset a callback's state if another Trainer has used the callback before."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -502,7 +506,7 @@ class RunControl:
         return tuple(others)
 
     def watch_evaluation(self) -> EvaluationWatch:
-        """Return a watcher that ends a validation within `fit` if a signal such as Ctrl-C arrives on any rank."""
+        """Return a watcher that ends a validation within `fit` after a signal on any rank."""
         return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
 
     def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
@@ -612,7 +616,7 @@ def calling_function() -> str:
 
 @dataclass(eq=False)
 class StopExchange:
-    """Regular exchange of stop requests between ranks, so that all ranks stop after the same optimizer step.
+    """Regular exchange of stop requests between ranks, so that all stop together.
 
     With one rank, a request holds at once and only the clock is read from time to time. With several ranks, an
     exchange takes place about once per second. Rank 0 computes after how many batches the next one follows, so a step
@@ -629,7 +633,7 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Start counting time and batches anew, so that ranks exchange stop requests after the next batch."""
+        """Start counting anew, so that ranks exchange stop requests after the next batch."""
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
@@ -685,7 +689,7 @@ def announce_start(trainer: Trainer, task: Task) -> None:
 
 
 def announce_end(trainer: Trainer) -> None:
-    """Log the last lines of `fit`: why it ended, the checkpoint to use, and the run's report or folder."""
+    """Log the last lines of `fit`, such as why it ended and the checkpoint to use."""
     if not trainer.is_global_zero:
         return
     level = logging.ERROR if trainer.control.reason is StopReason.FAILED else logging.INFO
@@ -694,7 +698,7 @@ def announce_end(trainer: Trainer) -> None:
 
 
 def last_lines(trainer: Trainer) -> list[str]:
-    """Return the lines that `fit` logs last: why it ended, then its checkpoint, then its report or folder."""
+    """Return the lines that `fit` logs last, such as why it ended and the checkpoint to use."""
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
     taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
@@ -720,7 +724,7 @@ def last_lines(trainer: Trainer) -> list[str]:
 
 
 def newest_checkpoint(trainer: Trainer) -> str:
-    """Return the path of the newest checkpoint of the run's checkpoint callbacks, or "" if none was saved."""
+    """Return the path of the run's newest checkpoint, or "" if none was saved."""
     return next((each.newest_model_path for each in trainer.checkpoint_callbacks if each.newest_model_path), "")
 
 
@@ -731,7 +735,7 @@ FOREVER = float("inf")
 
 
 class ValidationSchedule:
-    """Schedule that decides when `fit` validates: after batches, steps, samples, tokens, a time or epochs.
+    """Schedule that decides after which batches or epochs `fit` validates.
 
     Args:
         progress: Counters of the run.
@@ -758,11 +762,11 @@ class ValidationSchedule:
 
     @property
     def follows_a_clock(self) -> bool:
-        """True if `val_check_interval` is a time, rather than a number of batches, steps, samples or tokens."""
+        """True if `val_check_interval` is a time rather than a count."""
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Set the epoch's number of batches, so that a fraction in `val_check_interval` becomes a batch count."""
+        """Set the number of batches per epoch, to which a fractional interval refers."""
         self._limit = batches
         self._every, self._after = FOREVER, None
         if not self._exists:
@@ -813,7 +817,7 @@ class ValidationSchedule:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the time in `val_check_interval` has passed since the last validation, by this rank's clock."""
+        """True if the time between validations has passed, by this rank's clock."""
         return self._after is not None and time.monotonic() - self._validated_at >= self._after.total_seconds()
 
     @property
@@ -917,7 +921,7 @@ class Finiteness:
 
 
 class EpochHealth:
-    """Check at the end of each training epoch that the optimizer has stepped and that all weights are finite."""
+    """Check after each training epoch that weights are finite and steps were taken."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._trainer, self._task = trainer, task

@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 
 class StepVetoed(Exception):
-    """Exception that aborts `optimizer.step(closure)`, because a callback rejects the gradients, such as NaN values."""
+    """Exception that aborts an optimizer step because a callback rejects the gradients."""
 
 
 class StepWithoutLoss(StepVetoed):
-    """Exception that aborts `optimizer.step(closure)`, because `training_step` returned None on all ranks."""
+    """Exception that aborts an optimizer step because no rank returned a loss."""
 
 
 class ClosureStep(PlainStep):
-    """Optimizer step for optimizers such as L-BFGS, which call a closure that computes the gradients."""
+    """Optimizer step for optimizers that call a closure, such as L-BFGS."""
 
     _keeps_window = True
     _announced: PendingBatch | None = None
@@ -129,7 +129,7 @@ class ClosureStep(PlainStep):
 
 
 class NamedLossesStep(PlainStep):
-    """Optimizer step for tasks with several optimizers whose `training_step` returns one loss per optimizer.
+    """Optimizer step for tasks that return one loss per optimizer.
 
     Each loss gives gradients only to the parameters of its optimizer. All losses come from one forward, and all
     backwards run before the first optimizer steps.
@@ -313,10 +313,11 @@ class _Part(NamedTuple):
 
 
 class SplitStep(PlainStep):
-    """Optimizer step of `Trainer(auto_micro_batch=True)`, which splits batches that do not fit into memory.
+    """Optimizer step that splits batches which do not fit into memory.
 
-    If any rank runs out of memory, all ranks restore their state, double the number of parts and start the step again.
-    Gradients are averaged over ranks only after all of them succeed. Logged values then count once per micro-batch.
+    Used with `Trainer(auto_micro_batch=True)`. If any rank runs out of memory, all ranks restore their state, double
+    the number of parts and start the step again. Gradients are averaged over ranks only after all of them succeed.
+    Logged values then count once per micro-batch.
 
     `on_train_batch_start` runs for all micro-batches before the first forward.
     """
@@ -525,7 +526,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Choose how optimizer steps run: return a `PlainStep` or a subclass that suits the task and the strategy."""
+    """Return the kind of optimizer step that suits the task and the strategy."""
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class StepOutput:
-    """Interpreter of the output of `training_step`: finds the loss and its weight, and reports mistakes."""
+    """Reader of the output of `training_step`, which finds the loss and its weight."""
 
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """Return the loss that `training_step` returned, directly or in a dict, or None for a skipped batch."""
+        """Return the loss in the output of `training_step`, or None for a skipped batch."""
         if isinstance(output, Tensor):
             return output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
@@ -89,7 +89,7 @@ class StepOutput:
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise a `ConfigurationError` that explains why the backward of a loss has failed or would fail."""
+        """Raise an error that explains why the backward of a loss fails."""
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
                 f"{self._step} used other parameters than in the first step, for example because it returned None for "
@@ -121,7 +121,7 @@ def detached(output: Any) -> Any:
 
 
 class DummyLoss:
-    """Zero loss of a rank that skips its batch, so that the rank still joins the all-reduce of gradients.
+    """Zero loss of a rank that skips its batch, but must join the all-reduce.
 
     The strategy's wrapper may have a parameter `presence` with the value zero, which is added to each real loss. Its
     all-reduced gradient is above zero if any rank had a real batch.
@@ -293,7 +293,7 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 def bind_step(
     model: nn.Module, step: Callable[..., Any], strategy: Strategy, precision: Precision
 ) -> Callable[..., Any]:
-    """Return a function that runs a task's step through the strategy's wrapper, such as DDP, and with autocast."""
+    """Return a function that runs a task's step in the strategy's wrapper and with autocast."""
     # A bare `StepModule` would only call the step, so its overhead is avoided. Forward hooks need the call.
     if isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks):
         return under_precision(step, precision)
@@ -307,7 +307,7 @@ def bind_step(
 def bind_evaluation_step(
     trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that runs an evaluation step of a task through the strategy's wrapper, such as DDP.
+    """Return a function that runs an evaluation step in the strategy's wrapper.
 
     If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
     then sent to all other ranks.
@@ -420,7 +420,7 @@ class PlainStep:
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Compute the gradients of a step and discard them, to find out whether the batches fit into memory."""
+        """Compute and discard a step's gradients, to find out whether memory is enough."""
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
             for micro_batch in window:
@@ -594,7 +594,7 @@ class PlainStep:
 
 
 class ManualStep(PlainStep):
-    """Training step of a task with manual optimization, which runs backward and steps the optimizers itself."""
+    """Training step of a task that runs backward and steps the optimizers itself."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         task, model = self._task, self._trainer.task_run.model
@@ -615,7 +615,7 @@ class ManualStep(PlainStep):
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Do nothing: with manual optimization, gradients cannot be computed without steps of the optimizers."""
+        """Do nothing, since manual optimization has no gradients without steps."""
 
     def run(self, window: list[PendingBatch]) -> bool:
         self._begin(window)

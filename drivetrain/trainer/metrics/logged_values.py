@@ -27,7 +27,7 @@ from drivetrain.trainer.metrics.transfer import on_cpu, to_lists, to_numbers, wi
 
 @dataclass(frozen=True)
 class LogScope:
-    """Part of a run from which `self.log` is called, such as a training step, with the defaults of its options.
+    """Part of a run from which `self.log` is called, with the defaults of its options.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -109,12 +109,12 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        """Name under which step values are reported: the logged name, plus `_step` if the epoch is reported too."""
+        """Name of the step values, with `_step` appended if the epoch is reported too."""
         return self._forked("_step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        """Name for the value of the whole epoch, with `_epoch` appended if single steps have a value too."""
+        """Name of the epoch's value, with `_epoch` appended if steps are reported too."""
         return self._forked("_epoch") if self.on_step else self.name
 
     def _forked(self, ending: str) -> str:
@@ -126,7 +126,7 @@ class LoggedValue:
         self.weight, self._pending, self._weights = 0.0, [], []
 
     def update(self, value: Value, weight: float) -> None:
-        """Store a newly logged number, and include it in the epoch's result, such as the mean, with its weight.
+        """Store a newly logged number and its weight in the epoch's result.
 
         The tensor stays on its device. Stored values are reduced there once 64 have been collected.
         """
@@ -494,7 +494,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Let each call of `self.log` in the `with` block raise an error, for example in a transfer hook."""
+        """Make each call of `self.log` in the `with` block raise an error."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
@@ -505,7 +505,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set aside all logged values while the `with` block runs trial steps, and restore them afterwards."""
+        """Set aside all logged values while the `with` block runs trial steps."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -536,7 +536,7 @@ class LoggedValues:
             del self.__dict__["log"]
 
     def rows_of_batch(self) -> int:
-        """Return the number of rows in the current batch, the default weight of a logged value in a mean."""
+        """Return the number of rows in the current batch, the default weight in a mean."""
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
@@ -712,9 +712,9 @@ class LoggedValues:
             entries[number].last = value
 
     def synced_step_values(self) -> dict[str, Value]:
-        """Return the last training step's values for the trackers, reduced over ranks where `sync_dist=True`.
+        """Return the last training step's values for the trackers.
 
-        Runs a collective if any value was logged with `sync_dist=True`.
+        They are reduced over ranks, by a collective, if any was logged with `sync_dist=True`.
         """
         entries = self._tables["train"].values()
         if not entries_to_sync(entries):
@@ -926,7 +926,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Return True if two functions come from the same definition, such as a lambda that is created twice."""
+    """Return True if two functions come from the same definition."""
     if isinstance(one, partial) and isinstance(other, partial):
         return _is_same_function(one.func, other.func)
     if not (callable(one) and callable(other)) or type(one) is not type(other):

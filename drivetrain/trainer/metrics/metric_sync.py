@@ -19,7 +19,7 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Return the result of a torchmetrics object's `compute()`, with states merged over ranks by collectives.
+    """Return the result of a metric's `compute()`, with states merged over ranks.
 
     Works even if some ranks have not updated the metric.
 
@@ -82,7 +82,7 @@ def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
 
 
 def _exchange_states(metric: Any, select: Select, *_: Any, **__: Any) -> None:
-    """Merge the states of a metric over all ranks with the metric's own reductions, before `compute()`.
+    """Merge a metric's states over all ranks with the metric's own reductions.
 
     torchmetrics calls this before `compute()`, and restores this rank's states afterwards.
     """
@@ -157,7 +157,7 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge the metric states that several ranks have saved, each state with the metric's own reduction."""
+    """Merge the metric states that several ranks have saved."""
     metrics = find_metrics(task)
     merged: dict[str, Any] = {}
     for path in dict.fromkeys(path for each in states for path in each):
@@ -183,7 +183,7 @@ def _combined(values: list[Any], reduction: Any) -> Any:
 
 
 def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load saved states into the torchmetrics objects of a task, and reset all objects without a saved state."""
+    """Load saved states into a task's metrics, and reset the other metrics."""
     for path, metric in find_metrics(task).items():
         metric.reset()
         saved = states.get(path)

@@ -79,7 +79,7 @@ class TrackerLog:
         self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
-        """Write the current optimizer step's values to the trackers, if `log_every_n_steps` selects the step."""
+        """Write the current step's values to the trackers, if `log_every_n_steps` selects it."""
         trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
@@ -200,7 +200,7 @@ class TrackerLog:
         return owner.hparams  # type: ignore[no-any-return]
 
     def begin_run(self, task: Task) -> None:
-        """Start a run in each tracker, and send the trackers the hyper-parameters and the graph of the task."""
+        """Start a run in each tracker, with the task's hyper-parameters and graph."""
         self._run = next(_RUNS)
         group = self.trainer.tracker_group
         if self.trainer.world_size > 1:

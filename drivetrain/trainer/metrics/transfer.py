@@ -12,7 +12,7 @@ K = TypeVar("K")
 
 
 def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Convert values to Python floats, with a single transfer from each device for all of its tensors."""
+    """Convert values to Python floats, with a single transfer from each device."""
     return to_lists({name: value.reshape(()) if isinstance(value, Tensor) else value for name, value in values.items()})
 
 
@@ -35,7 +35,7 @@ def to_lists(values: Mapping[K, Tensor | float]) -> dict[K, Any]:
 
 
 def on_cpu(values: Mapping[K, Tensor | float]) -> dict[K, Tensor | float]:
-    """Return the values with tensors on the CPU, which are copied in a single transfer from each device."""
+    """Return the values with tensors on the CPU, copied in one transfer from each device."""
     elsewhere = {k: value for k, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
     copied = to_lists(elsewhere)
     return {**values, **{key: torch.tensor(copied[key], dtype=tensor.dtype) for key, tensor in elsewhere.items()}}

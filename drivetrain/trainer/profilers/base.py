@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r'[\\/:*?"<>|\s]')
 
 
 class Profiler(ABC):
-    """Base class of profilers, which measure named actions of a run, such as hooks and optimizer steps.
+    """Base class of profilers, which measure named actions of a run, such as hooks.
 
     The Trainer reports hooks of the task and the callbacks, steps, operations of the strategy and the wait for data.
     `trainer.profiler.profile("mine")` measures an action of your own. A Trainer without a profiler reports nothing.
@@ -92,7 +92,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Return a context manager with which the profiler measures the code in a `with` block as one action.
+        """Return a context manager that measures the `with` block as one action.
 
         Args:
             action_name: Name of the action.
@@ -133,9 +133,9 @@ class Profiler(ABC):
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Prepare to profile a task. Override it if a profiler needs the task's modules or its steps per epoch.
+        """Prepare to profile a task.
 
-        Called after `setup`.
+        Override it if a profiler needs the task's modules or its steps per epoch. Called after `setup`.
 
         Args:
             model: Task that will run.
@@ -190,7 +190,7 @@ class PassThroughProfiler(Profiler):
 
 
 class TaskProfiler:
-    """Descriptor of `task.profiler`: the Trainer's profiler, or one that measures nothing without a Trainer.
+    """Descriptor of `task.profiler`, which is the Trainer's profiler.
 
     A task may assign its own.
     """

@@ -157,7 +157,7 @@ class PyTorchProfiler(Profiler):
 
     @property
     def function_events(self) -> EventList | None:
-        """Events that `torch.profiler` has recorded in all traces so far, or None before the first trace."""
+        """Events recorded in all traces so far, or None before the first trace."""
         if not self._events:
             return None
         first = self._events[0]
@@ -216,7 +216,7 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """Return the schedule that `torch.profiler` follows for a kind of step, such as `"training_step"`."""
+        """Return the `torch.profiler` schedule for a kind of step."""
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:
@@ -273,7 +273,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Context manager that labels the forward of each of a model's modules in traces of `torch.profiler`."""
+    """Context manager that labels the forward of each module in profiler traces."""
     handles = []
     for name, module in model.named_modules():
         # The root module has no name, and TorchScript modules accept no hooks.
@@ -302,7 +302,7 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 
 
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
-    """Return how many steps a `torch.profiler` schedule needs for its first trace, or 0 if it makes none."""
+    """Return how many steps a schedule needs for its first trace, or 0 if it makes none."""
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
     # Schedules are functions, so they can only be tried out.
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)

@@ -11,7 +11,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class XLAProfiler(Profiler):
-    """Profiler for XLA devices: serves traces to TensorBoard in which the actions of the run have names.
+    """Profiler for XLA devices, which serves traces with named actions to TensorBoard.
 
     Args:
         port: Port of the trace server. Each process of a machine adds its local rank.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """Return a description of how batches are divided among ranks, to detect a change when a run resumes.
+    """Return a description of how batches are divided among ranks.
 
     The state that a rank has saved can be restored only in a run with an equal layout.
     """
@@ -126,7 +126,7 @@ _WITHIN_STEPS = (
 
 
 class StepSnapshot:
-    """Copy of this process's state from before the current step, for checkpoints saved during the step.
+    """Copy of this rank's state before the current step, for checkpoints within the step.
 
     A resumed run repeats the unfinished step or validation. Its random numbers, logged values, metric updates and
     buffers must therefore not be saved. A mark copies the random states, the metric states and the buffers.
@@ -213,7 +213,7 @@ class StepSnapshot:
 
 
 def saves_within_steps(trainer: Trainer) -> bool:
-    """Return True if a hook of a callback or the task could save a checkpoint in the middle of a step."""
+    """Return True if a hook of a callback or the task could save during a step."""
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))
     return any(
@@ -314,7 +314,7 @@ def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any
 
 
 class SavedRun:
-    """Checkpoint from which `fit` resumes or an evaluation loads weights. Each method restores a part.
+    """Checkpoint from which `fit` resumes or an evaluation loads weights.
 
     The parts are restored one after another, while the run is set up. A checkpoint of an `Accelerator` has no entries
     of a Trainer. The run then takes its position from the training loader, and counts steps from 0 or from the
@@ -339,7 +339,10 @@ class SavedRun:
 
     @property
     def step(self) -> int | None:
-        """Optimizer step at which the checkpoint was saved, or None if an `Accelerator` saved it without a Trainer."""
+        """Optimizer step at which the Trainer saved the checkpoint.
+
+        None if an `Accelerator` saved it.
+        """
         return int(self._entries["progress"]["global_step"]) if self._is_ours else None
 
     def _hooks_see_weights(self) -> bool:
@@ -366,7 +369,7 @@ class SavedRun:
         self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
-        """Restore the data module and the callbacks from the checkpoint, before the run creates optimizers.
+        """Restore data module and callbacks, before the run creates optimizers.
 
         Also calls the `on_load_checkpoint` hooks of the task and the callbacks.
         """
@@ -394,7 +397,7 @@ class SavedRun:
                 callback.load_state_dict(callbacks[key])
 
     def _migrate(self, shown: dict[str, Any]) -> None:
-        """Let `on_load_checkpoint` migrate the loaded weights, and copies of them such as averaged weights.
+        """Apply the changes of `on_load_checkpoint` to all copies of the loaded weights.
 
         A callback may have stored such copies in the checkpoint.
         """
@@ -413,7 +416,7 @@ class SavedRun:
         self._saved.restore_models(strict=self._strict)
 
     def restore_training(self) -> None:
-        """Restore optimizers, schedulers, the loss scale, registered objects and the counters from the checkpoint."""
+        """Restore optimizers, schedulers and counters from the checkpoint."""
         trainer, saved, entries = self._trainer, self._saved, self._entries
         saved.restore_optimizers()
         for optimizer in trainer.optimizers:
@@ -430,7 +433,7 @@ class SavedRun:
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
-        """Move the training loader to the checkpoint's position, so that training goes on with the next batch.
+        """Move the training loader to the position in the checkpoint.
 
         If the number of ranks has changed, also correct the count of batches in the epoch.
         """
@@ -470,9 +473,9 @@ class SavedRun:
         return {**between, "loaders": positions[:count]}
 
     def restore_process(self) -> None:
-        """Restore this rank's logged values, metrics and random state from the checkpoint, just before training.
+        """Restore this rank's logged values, metrics and random state.
 
-        Any random number or logged value in between would change the run.
+        Called just before training. Any random number or logged value in between would change the run.
         """
         trainer, own = self._trainer, self._own
         assert trainer.task is not None
@@ -544,7 +547,10 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Move a loader past the first `batches` of an epoch, for a checkpoint without the loader's position."""
+    """Move a loader past the first `batches` of an epoch.
+
+    Used for a checkpoint without the loader's position.
+    """
     loader.set_epoch(epoch)
     if not batches:
         return
@@ -562,7 +568,7 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
 
 
 def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return the checkpoint to resume: the argument of `fit`, else `DRIVETRAIN_RESUME` from the environment.
+    """Return the checkpoint to resume from, given to `fit` or by `DRIVETRAIN_RESUME`.
 
     Return None if there is neither. The environment variable counts only for the first `fit` of a process.
     """
@@ -571,7 +577,7 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """Return the path of the checkpoint that is given as `"best"`, `"last"`, `"auto"` or a path, or None.
+    """Return the path of a checkpoint given as `"best"`, `"last"`, `"auto"` or a path.
 
     All ranks must call this together, since `"auto"` runs a collective.
 
@@ -619,7 +625,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
 
 
 def save_for_resume(trainer: Trainer) -> None:
-    """Save a checkpoint after a signal such as SIGTERM has ended training, so that it can be resumed.
+    """Save a checkpoint to resume from, after a signal has ended training.
 
     Without a checkpoint callback, a preempted run saves to the default directory. A run ended by Ctrl-C saves nothing.
     """
@@ -648,7 +654,10 @@ def _default_directory(trainer: Trainer) -> str:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """Return the newest checkpoint in several directories, preferably one with a finite loss, or None."""
+    """Return the newest checkpoint in several directories, or None.
+
+    One with a finite loss is preferred.
+    """
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
 
     def rank(path: str) -> tuple[bool, int]:

@@ -135,7 +135,7 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Train for some steps with rising learning rates, set the suggested rate, and return the `LRFinder`.
+    """Search for a learning rate by training with rising rates, and set it.
 
     `tried` describes the search: the range of rates, the number of steps and the attribute to set. Everything else in
     the run is restored.

@@ -149,7 +149,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Restore weights, optimizers and all other state of the run after the `with` block, even if it raises.
+    """Restore the whole state of the run after the `with` block, even if it raises.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective. If `trains`
@@ -229,7 +229,7 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for a search in the `with` block, on rank 0 and if the Trainer shows progress bars."""
+    """Show a progress bar for a search in the `with` block."""
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
         return
@@ -254,7 +254,7 @@ class MissingAttributeError(ConfigurationError, AttributeError):
 
 
 class TunedAttribute:
-    """Attribute that a search sets, such as `batch_size`, in the task, the data module and their `hparams`."""
+    """Attribute that a search sets in the task, the data module and `hparams`."""
 
     def __init__(self, name: str, task: Task, data: DataModule | None) -> None:
         self.name = name
@@ -263,7 +263,7 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """Find the attribute that a search sets: the first of `names` that the task or the data module has."""
+        """Find the attribute that a search sets, among `names`, in the task or the data module."""
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:

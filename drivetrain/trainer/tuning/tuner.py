@@ -42,7 +42,7 @@ _STAGES = {stage.verb: stage for stage in Stage}
 
 
 class Tuner:
-    """Search for a learning rate, or for the largest batch size that fits into memory, before training.
+    """Search for a learning rate, or for the largest batch size that fits into memory.
 
     The task is set up as in the run and trains for some steps. Weights, optimizers and random generators are then
     restored. The following run therefore equals one without the search, apart from the value that was found.
@@ -164,7 +164,7 @@ class Tuner:
             return self._trainer.tuning.find_batch_size(task, tried)
 
     def _check(self, finder: type[Callback], method: str, training: Any, validating: Any, evaluating: Any) -> Stage:
-        """Check the arguments of `lr_find` or `scale_batch_size`, and return the stage in which the search runs."""
+        """Check the arguments of a search, and return the stage in which it runs."""
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
@@ -234,7 +234,7 @@ class Tuner:
 
 
 class Tuning:
-    """Learning-rate and batch-size searches of a Trainer, for `Tuner` and callbacks like `LearningRateFinder`."""
+    """Learning-rate and batch-size searches of a Trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -339,7 +339,7 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """Trials of a batch-size search. Each runs a few steps to see whether one batch size fits into memory."""
+    """Trials of a batch-size search, which run a few steps for each size."""
 
     def __init__(
         self, trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange, attribute: TunedAttribute
