@@ -952,7 +952,7 @@ class Plugins:
     torch_tp_plugin: Any = None
 
     @classmethod
-    def given(
+    def from_arguments(
         cls,
         fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
         deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,

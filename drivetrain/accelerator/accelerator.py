@@ -1031,7 +1031,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
             step_scheduler_per_process,
             launched.compilation if dynamo_plugin is None else dynamo_plugin.compilation(),
         )
-        plugins = Plugins.given(
+        plugins = Plugins.from_arguments(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
         # The strategy comes first, because its configuration may set the precision.

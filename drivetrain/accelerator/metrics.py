@@ -91,7 +91,7 @@ def _holds_tensors_only(data: Any) -> bool:
 
 
 def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> Any:
-    if _is_even(source):
+    if _batches_are_full(source):
         return _gather_same_shape(topology, data)
     kept: list[int | None] = []  # real rows of each tensor; None for one that is not per-sample
 
@@ -153,7 +153,7 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
     return source.loaders if isinstance(source, ActiveLoaders) else [source]
 
 
-def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
+def _batches_are_full(source: PreparedLoader | ActiveLoaders) -> bool:
     """Return True if the current batch is known to be full on every process.
 
     All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with

@@ -644,7 +644,7 @@ class Preparation:
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)
-        compiled = _compiled_around(bare, model) if keep_compiled else None
+        compiled = _compiled_wrapper(bare, model) if keep_compiled else None
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
@@ -807,7 +807,7 @@ def is_spread(model: nn.Module) -> bool:
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
-def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
+def _compiled_wrapper(bare: nn.Module, model: nn.Module) -> nn.Module | None:
     """Return the `torch.compile` wrapper inside a prepared model, or None if it is not compiled.
 
     `bare` is the user's module.

@@ -76,7 +76,7 @@ class WeightedMean:
         self.divisor = _power_of_two(total)
         return self.in_use
 
-    def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
+    def scale_loss(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
         """Scale the loss of a micro-batch for the step's weighted mean, and record its weight.
 
         Args:
@@ -218,7 +218,7 @@ class OptimizerStep:
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
         self._finish = None if type(strategy.gradients).finish is Gradients.finish else strategy.gradients.finish
         self._hooks = StepHooks()
-        self.drive(self._hooks)
+        self.set_hooks(self._hooks)
 
     @property
     def holds_gradients(self) -> bool:
@@ -234,7 +234,7 @@ class OptimizerStep:
         """Close the Trainer's optimizer step. Only then can a checkpoint be saved."""
         self.is_open = self.is_torn = False
 
-    def drive(self, hooks: StepHooks) -> None:
+    def set_hooks(self, hooks: StepHooks) -> None:
         """Use the given callbacks in all later optimizer steps."""
         strategy, precision = self._strategy, self._precision
         if observer.current is not None:
@@ -261,7 +261,7 @@ class OptimizerStep:
         try:
             yield
         finally:
-            self.drive(hooks)
+            self.set_hooks(hooks)
             self.window.end_planned()
             self.weights.discard()
             self.weights.in_use = in_use
@@ -324,7 +324,7 @@ class OptimizerStep:
         if self.weights.in_use is None:
             self.weights.decide(weight)
         self.window.weighted = True
-        return self.weights.part(loss, weight, counts=share != 0.0)
+        return self.weights.scale_loss(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
         """Reduce the gradients over processes and apply the loss weights.

@@ -16,7 +16,7 @@ from drivetrain import checkpoint
 from drivetrain.checkpoint.manifest import EVERY_PLACE_OF_MODELS
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, as_hooks_see_it, build
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build, checkpoint_for_hooks
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -91,7 +91,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         # Tasks may create layers here, so it must run before the weights are loaded.
         task.configure_model()
         # The hook may rename or drop weights, which are read from the engine's part afterwards.
-        with as_hooks_see_it(engine, 0, driver) as state:
+        with checkpoint_for_hooks(engine, 0, driver) as state:
             task.on_load_checkpoint(state)
         task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
         # Other values that torch.load accepts, such as functions, have no effect.

@@ -78,11 +78,11 @@ class Hooks:
         for hook in self.find(name):
             hook(*args)
 
-    def find_early(self, name: str) -> tuple[Hook, ...]:
+    def find_running_first(self, name: str) -> tuple[Hook, ...]:
         """Return an epoch-end hook's overrides, except those that must run last."""
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
-    def find_late(self, name: str) -> tuple[Hook, ...]:
+    def find_running_last(self, name: str) -> tuple[Hook, ...]:
         """Return an epoch-end hook's overrides in callbacks that must run last.
 
         These callbacks, such as `ModelCheckpoint`, set `runs_last_at_epoch_end` and read values that others have
@@ -137,7 +137,7 @@ def _takes(hook: Hook, count: int) -> bool:
     return True
 
 
-def let_log(callback: Callback, task: Task | None) -> None:
+def set_log_methods(callback: Callback, task: Task | None) -> None:
     """Give a callback the task's `log` and `log_dict`, or remove them if `task` is None."""
     for name in ("log", "log_dict"):
         if task is None:
@@ -183,15 +183,15 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
-        hooks.append(_of_stage(actions.watch(actions.of_owner(data, name), getattr(data, name)), stage))
+        hooks.append(_bind_stage(actions.watch(actions.of_owner(data, name), getattr(data, name)), stage))
     for callback in trainer.callbacks:
         watched = actions.watch(actions.of_callback(callback, name), getattr(callback, name))
-        hooks.append(_of_stage(partial(watched, trainer, task), stage))
-    hooks.append(_of_stage(actions.watch(actions.of_owner(task, name), getattr(task, name)), stage))
+        hooks.append(_bind_stage(partial(watched, trainer, task), stage))
+    hooks.append(_bind_stage(actions.watch(actions.of_owner(task, name), getattr(task, name)), stage))
     return hooks
 
 
-def _of_stage(hook: Hook, stage: str) -> Hook:
+def _bind_stage(hook: Hook, stage: str) -> Hook:
     try:
         # Users may call the parameter something else, such as `_`.
         inspect.signature(hook).bind(stage=stage)

@@ -171,7 +171,7 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
     return {each: value for each, value in saved.items() if takes_all or each in parameters}
 
 
-def made_of(
+def create_from_saved(
     kind: type[HoldsHyperParameters],
     saved: Mapping[str, Any],
     name: str | None,
@@ -193,9 +193,9 @@ def made_of(
             "arguments of the constructor yourself, and hparams_file= with a YAML file that contains only {}."
         )
     # The name is compared, never imported. Command lines of other tools store the same entries with another path.
-    from drivetrain.trainer.cli.instantiation import make_again  # here, because few runs use a command line
+    from drivetrain.trainer.cli.instantiation import recreate  # here, because few runs use a command line
 
-    return make_again(kind, saved, overrides, instantiate)
+    return recreate(kind, saved, overrides, instantiate)
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,14 +412,14 @@ def build(
     if constructor and hparams_file is None and constructor["class"] == kind.__qualname__:
         values = {**saved, **constructor["values"]}  # a base may have saved another value under the name of an argument
         given = {name: values[name] for name in constructor["names"] if name in values}
-        return made_of(kind, given, None, overrides, instantiate)
+        return create_from_saved(kind, given, None, overrides, instantiate)
     arguments = arguments_for(kind, saved, whole)
     if whole not in arguments or whole in saved:
-        return made_of(kind, saved, whole, overrides, instantiate)
+        return create_from_saved(kind, saved, whole, overrides, instantiate)
     # Overrides that are no arguments of the constructor replace single entries of the dict.
     own = arguments_for(kind, overrides)
     arguments[whole].update({name: value for name, value in overrides.items() if name not in own})
-    return made_of(kind, arguments, None, own, instantiate)
+    return create_from_saved(kind, arguments, None, own, instantiate)
 
 
 # Conversion between a checkpoint and the dict that hooks receive
@@ -455,7 +455,7 @@ ENTRIES = (
 
 
 @contextmanager
-def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def checkpoint_for_hooks(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the checkpoint dict that hooks such as `on_save_checkpoint` receive.
 
     After the `with` block, changes that hooks made are written back to both parts of the checkpoint.

@@ -115,7 +115,7 @@ class TrainerOptions:
                 f"fast_dev_run={given['fast_dev_run']} should be >= 0. It is the number of batches to run of each "
                 "stage.",
             )
-        options = cls(**by_unit(chosen))
+        options = cls(**resolve_durations(chosen))
         # The default of 1000 epochs would end a run with another limit too early.
         if given["max_epochs"] is None and options.has_end_without_epochs:
             options = replace(options, max_epochs=-1)
@@ -238,7 +238,7 @@ class OptionAttributes:
         known = [each.name for each in fields(TrainerOptions)]
         for unknown in changed.keys() - set(known):
             raise unknown_argument("Trainer.change_options", unknown, known)
-        self.options = replace(self.options, **by_unit(changed))
+        self.options = replace(self.options, **resolve_durations(changed))
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
@@ -273,7 +273,7 @@ def check_validation_interval(interval: Any) -> None:
 _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "max_time"}
 
 
-def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_durations(given: Mapping[str, Any]) -> dict[str, Any]:
     """Move each duration to the option for its unit, such as `max_steps`.
 
     `max_duration` keeps only samples and tokens, which no other option counts.

@@ -20,10 +20,10 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
+from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, set_log_methods
 from drivetrain.trainer.loops.batches import LoaderSource
 from drivetrain.trainer.metrics.logged_values import NOWHERE
-from drivetrain.trainer.metrics.metric_sync import count_once, find_metrics
+from drivetrain.trainer.metrics.metric_sync import find_metrics, restrict_sync
 from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
 from drivetrain.trainer.task import Task
 
@@ -73,7 +73,7 @@ class TaskRun:
         self.sources = {each: LoaderSource(self.trainer, task, each, given, data) for each, given in loaders.items()}
         logged = self.trainer.logged
         logged.enter(NOWHERE)
-        logged.begin_verb(evaluates_alone=stage is not Stage.TRAIN)
+        logged.reset_for_run(evaluates_alone=stage is not Stage.TRAIN)
         self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
@@ -87,7 +87,7 @@ class TaskRun:
         # Before hooks are looked up, because it may replace callbacks.
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
-            let_log(callback, task)
+            set_log_methods(callback, task)
             if stage is Stage.TRAIN:
                 trainer.control.take_over(callback)
         self.hooks = Hooks(trainer, task)
@@ -100,7 +100,7 @@ class TaskRun:
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
         # Ranks that process equal batches, as in tensor parallelism, would count samples several times.
-        self._restore_metrics = count_once(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
+        self._restore_metrics = restrict_sync(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
@@ -118,7 +118,7 @@ class TaskRun:
         """End a run: call all `teardown` hooks, end the trackers' runs, and release the data loaders."""
         trainer, engine = self.trainer, self.trainer.accelerator
         trainer.logged.enter(NOWHERE)
-        engine.optimizer_step.drive(StepHooks())
+        engine.optimizer_step.set_hooks(StepHooks())
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
         try:
@@ -131,7 +131,7 @@ class TaskRun:
             if self._restore_metrics is not None:
                 self._restore_metrics()
             for callback in trainer.callbacks:
-                let_log(callback, None)
+                set_log_methods(callback, None)
             error, self._error = self._error, None
             trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
             # Saves outside of the run describe the current state again.

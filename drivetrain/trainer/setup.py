@@ -93,7 +93,7 @@ def make_accelerator(
     environment = ProcessEnvironment.detect()
     spawned = started_by_verbs(strategy)
     if spawned is not None:
-        strategy, count = _left_to_verbs(environment, spawned, kind, count, numbers, num_nodes)
+        strategy, count = _spawning_or_ddp(environment, spawned, kind, count, numbers, num_nodes)
     starts_later = spawned is not None and strategy is spawned
     # Does not return in a script that is restarted under the launcher.
     _start_processes(environment, kind, count, numbers, num_nodes)
@@ -121,7 +121,7 @@ def make_accelerator(
     )
 
 
-def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
+def complete_options(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
     """Return the options with `accumulate_grad_batches` filled in from the launcher.
 
     Raise an error if the strategy does not support one of the options.
@@ -186,7 +186,7 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
     return len(texts), [int(each) for each in texts]
 
 
-def _left_to_verbs(
+def _spawning_or_ddp(
     environment: ProcessEnvironment,
     spawned: Spawned,
     kind: DeviceKind | None,

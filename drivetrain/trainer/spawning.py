@@ -136,7 +136,7 @@ class Outcome:
             RandomState.capture(devices=False),
         )
 
-    def hand_over(self, trainer: Trainer, task: Task) -> None:
+    def load_into(self, trainer: Trainer, task: Task) -> None:
         """Load the final weights and states of a spawned run into the Trainer that started it."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
@@ -201,7 +201,7 @@ def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[
         trainer.control.record_exception(error)
         raise
     outcome: Outcome = pickle.loads(found)
-    outcome.hand_over(trainer, task)
+    outcome.load_into(trainer, task)
     if outcome.left is not None:
         raise outcome.left
     # Ctrl-C came too late for the run to stop by itself, so the script still has to end.

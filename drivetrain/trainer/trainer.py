@@ -634,7 +634,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         engine = (accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm)
         compilation = None if compile is None else compile_plugin(compile)
         self.accelerator = setup.make_accelerator(*engine, compilation)
-        self.options = setup.settle(accumulate_grad_batches, self.accelerator, self.options)
+        self.options = setup.complete_options(accumulate_grad_batches, self.accelerator, self.options)
         setup.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = setup.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = setup.make_callbacks(callbacks, given, self.options, self.tracker_group.trackers)

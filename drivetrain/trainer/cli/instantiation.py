@@ -91,10 +91,10 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
         ConfigurationError: The hyper-parameters do not fit the class.
         CheckpointError: They name something that is not a subclass of the annotated class.
     """
-    return make_again(class_type, config, {}, instantiate=True)
+    return recreate(class_type, config, {}, instantiate=True)
 
 
-def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
+def recreate(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
     """Create a task or data module again from the configuration in its checkpoint.
 
     `given` are constructor arguments that replace saved ones. Without `instantiate`, saved values that describe objects

@@ -30,7 +30,7 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.batches import LoaderSource, Prepared, limits_of, own_batches
 from drivetrain.trainer.loops.run_control import EvaluationEnded, EvaluationWatch
-from drivetrain.trainer.loops.step import DataEnded, Feed, as_taken, bind_evaluation_step, muted_logging
+from drivetrain.trainer.loops.step import DataEnded, Feed, adapt_step, bind_evaluation_step, muted_logging
 from drivetrain.trainer.metrics.logged_values import (
     PREDICT,
     TEST_EPOCH,
@@ -93,7 +93,7 @@ class EvaluationLoop:
             if not trainer.sanity_checking or (epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0:
                 self._loaded_in = epoch
             self.forget()
-            with self._drawing_apart():
+            with self._separate_random_state():
                 self._loaders = self._source.prepare_evaluation()
             even = self._strategy.needs_even_batches
             self._limits = limits_of(
@@ -103,7 +103,7 @@ class EvaluationLoop:
         return self._loaders
 
     @contextmanager
-    def _drawing_apart(self) -> Iterator[None]:
+    def _separate_random_state(self) -> Iterator[None]:
         """Create validation loaders without changing the random state of training.
 
         The `with` block runs with the random state from the start of `fit`. Training thus draws equal numbers with and
@@ -142,7 +142,7 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
         loaders = self.load()
-        taken = as_taken(self._task, stage.step_name, lambda: self._feed.following())
+        taken = adapt_step(self._task, stage.step_name, lambda: self._feed.following())
         bound = bind_evaluation_step(trainer, self._task, self._model, taken)
         self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
@@ -446,7 +446,7 @@ class PredictionLoop:
             return []
         loaders, limits = self._load()
         results: list[Any] = []
-        taken = as_taken(self._task, "predict_step", lambda: self._feed.following())
+        taken = adapt_step(self._task, "predict_step", lambda: self._feed.following())
         bound = bind_evaluation_step(trainer, self._task, self._model, taken)
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):

@@ -224,7 +224,7 @@ class FitLoop:
         if trainer.max_duration is not None or not self._states_are_checked:
             self._next_poll = 0  # samples and tokens per step vary, so the next step cannot be computed
         # Counted in batches: optimizer steps may never come if all of them overflow or are skipped.
-        watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
+        watches = control.needs_polling or self._schedule.follows_a_clock
         self._next_exchange = control.next_exchange if watches else FOREVER
         self._plan_due()
 
@@ -309,7 +309,7 @@ class FitLoop:
             return  # the hooks below read the validation's values
         trainer.logged.enter(TRAIN_EPOCH)
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
-        self._call(self._hooks.find_early("on_train_epoch_end"))
+        self._call(self._hooks.find_running_first("on_train_epoch_end"))
         # Once more, for values that these hooks logged.
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         trainer.logged.reset_finished()
@@ -318,7 +318,7 @@ class FitLoop:
             step_epoch_schedulers(trainer, plateau=True)
             progress.phase = Phase.CLOSING
         trainer.logged.enter(MONITORING)
-        self._call(self._hooks.find_late("on_train_epoch_end"))
+        self._call(self._hooks.find_running_last("on_train_epoch_end"))
         if finished:
             self._close_epoch()
         else:

@@ -461,7 +461,7 @@ class RunControl:
     # Time of the stop
 
     @property
-    def watches_peers_or_clock(self) -> bool:
+    def needs_polling(self) -> bool:
         """True if training must regularly check `max_time` or the stop requests of other ranks."""
         return self._world_size > 1 or self.options.max_time is not None
 

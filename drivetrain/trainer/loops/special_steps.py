@@ -31,9 +31,9 @@ from drivetrain.trainer.loops.step import (
     clear_gradients,
     detached,
     muted_logging,
-    presence_of,
+    presence_parameter,
 )
-from drivetrain.trainer.metrics.logged_values import HeldBack
+from drivetrain.trainer.metrics.logged_values import MicroBatchLog
 from drivetrain.trainer.metrics.metric_sync import find_metrics, metric_states, restore_metric_states, untouched_metrics
 from drivetrain.trainer.task import Task
 
@@ -325,7 +325,7 @@ class SplitStep(PlainStep):
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
         super().__init__(trainer, task, trainer.strategy.view(model, "manual"), hooks)
         self._metrics, self._kept_buffers = find_metrics(task), list(task.buffers())
-        self._held_back = HeldBack(self._logged)
+        self._log_of_parts = MicroBatchLog(self._logged)
         self._own_weight: Tensor | float | None = None
         self._tried = 0  # number of parts in the last attempt
 
@@ -343,10 +343,10 @@ class SplitStep(PlainStep):
             self._agree_on_weights()
         for number, micro_batch in enumerate(window):
             self._show(micro_batch)
-            self._held_back.log(number)
+            self._log_of_parts.log(number)
             if self._on_batch_end and micro_batch is not window[-1]:
                 self._end_batch(outputs[number], micro_batch)
-        self._held_back.clear()
+        self._log_of_parts.clear()
         stepped = self._engine.step_all() if self._has_loss() else self._trainer.steps_without_loss(window)
         if decides and self._is_weighted:
             self._engine.weights.decide(self._own_weight)
@@ -376,7 +376,7 @@ class SplitStep(PlainStep):
                 outputs: list[Any] = made.result
                 return outputs
             failed = made
-            clear_gradients(self._optimizers, presence_of(self._model))
+            clear_gradients(self._optimizers, presence_parameter(self._model))
             # Dropout masks and batch norm statistics of the failed attempt must not affect the next one.
             random.restore()
             with torch.no_grad():
@@ -396,16 +396,16 @@ class SplitStep(PlainStep):
         if failure is not None and len(parts) == self._tried:
             raise ConfigurationError(_too_large(any(part.of for part in parts)), see="big-models.md") from failure
         self._tried = len(parts)
-        self._held_back.clear()
+        self._log_of_parts.clear()
         self._begin(parts)  # type: ignore[arg-type]  # only their number counts
         outputs: list[list[tuple[float, Any]]] = [[] for _ in window]
         for part in parts:
             micro_batch = window[part.place]
             share = self._share(micro_batch)
-            with self._held_back.collecting(part.place):
+            with self._log_of_parts.collecting(part.place):
                 output = self._run_part(_taken(micro_batch, part), share, part.share * len(parts) / len(window))
             outputs[part.place].append((part.share, output))
-        return [_together(each, bool(self._is_weighted)) for each in outputs]
+        return [_combine_outputs(each, bool(self._is_weighted)) for each in outputs]
 
     def _cut(self, place: int, micro_batch: PendingBatch) -> list[_Part]:
         rows = micro_batch.info.rows or batch_size_or_none(micro_batch.batch) or 0
@@ -491,7 +491,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
     return taken
 
 
-def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
+def _combine_outputs(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
     """Combine the outputs of `training_step` for the parts of a micro-batch.
 
     Losses with weights are summed (`sums`), others averaged. None if the task skipped all parts.

@@ -131,10 +131,10 @@ class DummyLoss:
         self._names = names
         self._zero_loss = partial(zero_loss, strategy, task, model)
         self._shares_batches = strategy.topology.data_shard.count == 1
-        self._presence = presence_of(model)
+        self._presence = presence_parameter(model)
         self.was_dummy = False
 
-    def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `training_step` to return a zero loss instead of None.
 
         The rank then still joins the all-reduce. The zero loss is computed from the output of the forward. DDP searches
@@ -170,7 +170,7 @@ class DummyLoss:
         return not self._shares_batches
 
 
-def presence_of(model: nn.Module | None) -> nn.Parameter | None:
+def presence_parameter(model: nn.Module | None) -> nn.Parameter | None:
     """Return the parameter `presence` of a wrapped model, or None if it has none.
 
     The gradient of `presence` shows whether any rank had a real loss.
@@ -203,7 +203,7 @@ class DataEnded(Exception):
 Following = Callable[[], tuple[Any, int, int] | None]
 
 
-def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
+def adapt_step(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
     """Wrap a task's step to accept a batch, its index and the index of its loader.
 
     The loops always pass all three. A step with a single parameter receives the batch alone. A step with a parameter
@@ -365,7 +365,7 @@ class PlainStep:
         self._forward_backward = strategy.forward_backward
         self._dummy_loss = self._choose_dummy_loss()
         self._taken: list[PendingBatch] = []  # batches that the step took from `dataloader_iter`
-        step = as_taken(task, "training_step", self._take_following)
+        step = adapt_step(task, "training_step", self._take_following)
         bound, self._no_step = map(self._bind, (step, _leave_out))
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
         self._output = StepOutput(type(task).__name__)
@@ -376,7 +376,7 @@ class PlainStep:
         self._on_batch_end = hooks.find("on_train_batch_end")
         self._engine.weights.in_use = None
         self._engine.close()
-        self._engine.drive(actions.watch_step(self._step_hooks(hooks)))
+        self._engine.set_hooks(actions.watch_step(self._step_hooks(hooks)))
         counts = counters(trainer, task)
         self._counters = [each.count for each in counts]
         self._before_release = [each.note for each in counts if each.note is not None]
@@ -397,7 +397,7 @@ class PlainStep:
         )
 
     def _bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        replacing = step if self._dummy_loss is None else self._dummy_loss.replacing(step)
+        replacing = step if self._dummy_loss is None else self._dummy_loss.wrap(step)
         return bind_step(self._model, replacing, self._trainer.strategy, self._trainer.accelerator.precision)
 
     def _choose_dummy_loss(self) -> DummyLoss | None:
@@ -642,7 +642,7 @@ def choose_zero_grad(
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
-    beside = presence_of(trainer.task_run.model)
+    beside = presence_parameter(trainer.task_run.model)
     if not (before or own or special):
         if len(optimizers) == 1 and beside is None:
             return optimizers[0].zero_grad, task.automatic_optimization

@@ -882,7 +882,7 @@ class LoggedValues:
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
-    def begin_verb(self, evaluates_alone: bool) -> None:
+    def reset_for_run(self, evaluates_alone: bool) -> None:
         """Discard all logged values and reset their metrics when a run begins."""
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
@@ -948,7 +948,7 @@ class _Call(NamedTuple):
     rows_given: bool  # the caller passed `batch_size`
 
 
-class HeldBack:
+class MicroBatchLog:
     """Buffer of the `self.log` calls for a micro-batch that is processed in parts."""
 
     def __init__(self, logged: LoggedValues) -> None:

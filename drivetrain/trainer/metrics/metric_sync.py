@@ -31,7 +31,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
         return metric.compute()
 
 
-def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
+def restrict_sync(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
     """Make metrics merge only the states of some ranks. Return a function to undo it.
 
     The other ranks saw the same batches, whose samples would count several times. Used for metrics that a task computes

@@ -26,7 +26,7 @@ from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.terminal import shown
 from drivetrain.strategies import Strategy
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.hyper_parameters import ENTRIES, as_hooks_see_it, hyper_parameters_to_save, state_of
+from drivetrain.trainer.hyper_parameters import ENTRIES, checkpoint_for_hooks, hyper_parameters_to_save, state_of
 from drivetrain.trainer.loops.progress import Phase, Progress
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.metric_sync import (
@@ -55,7 +55,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
     return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
-def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
+def merge_saved_ranks(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
     """Merge the logged values and metric states of several saved ranks into those of this rank.
 
     Used if the number of ranks or their layout has changed. Each saved rank is assigned to exactly one rank of this
@@ -268,7 +268,7 @@ class Directories(CheckpointFormat):
             engine = run.engine_of(placed.model) if is_evaluated else run.engine(weights_only, moment)
             driver = _entries(trainer, task, moment, weights_only, keeps_objects)
             with (
-                as_hooks_see_it(engine, number, driver) as state,
+                checkpoint_for_hooks(engine, number, driver) as state,
                 trainer.checkpoint_format.shown_to_hooks(state) as shown,
             ):
                 for callback in trainer.callbacks:
@@ -333,7 +333,7 @@ class SavedRun:
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)
         own = self._saved.own
-        # None if the number of ranks or their layout differs. `taken_over` then merges the saved ranks.
+        # None if the number of ranks or their layout differs. `merge_saved_ranks` then merges the saved ranks.
         self._own = own if own is not None and own.get("layout", layout) == layout else None
         self._is_ours = "progress" in self._entries and "progress" not in self._saved.kept
 
@@ -364,7 +364,7 @@ class SavedRun:
                 f"{self._directory} contains {len(engine['models'])} models, but a task can load only a single model."
             )
         shown_to_hooks = trainer.checkpoint_format.shown_to_hooks
-        with as_hooks_see_it(engine, 0, self._entries) as state, shown_to_hooks(state) as shown:
+        with checkpoint_for_hooks(engine, 0, self._entries) as state, shown_to_hooks(state) as shown:
             trainer.task.on_load_checkpoint(shown)
         self._saved.restore_models([trainer.model], self._strict)
 
@@ -380,7 +380,7 @@ class SavedRun:
             _watched(trainer, trainer.datamodule, "load_state_dict")(found)
         models, shown_to_hooks = trainer.accelerator.prepared.models, trainer.checkpoint_format.shown_to_hooks
         number = next((place for place, model in enumerate(models) if model is trainer.model), 0)
-        with as_hooks_see_it(engine, number, entries) as state, shown_to_hooks(state) as shown:
+        with checkpoint_for_hooks(engine, number, entries) as state, shown_to_hooks(state) as shown:
             self._migrate(shown)
             for callback in trainer.callbacks:
                 callback.on_load_checkpoint(trainer, trainer.task, shown)
@@ -481,7 +481,7 @@ class SavedRun:
         assert trainer.task is not None
         if self._is_ours:
             if own is None:
-                own = taken_over(self._directory, trainer.strategy, trainer.task)
+                own = merge_saved_ranks(self._directory, trainer.strategy, trainer.task)
             if "logged" not in own:  # a file of another tool, or one imported from it
                 trainer.announce(
                     f"{self._directory} was written by another tool, which saves no random state and no logged "
