@@ -459,7 +459,7 @@ class EngineStatus:
 
     @property
     def sync_gradients(self) -> bool:
-        """True during the last micro-batch before an optimizer step, when gradients are reduced over processes."""
+        """True during the last micro-batch before an optimizer step."""
         return self.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -491,7 +491,7 @@ class EngineStatus:
 
     @property
     def even_batches(self) -> bool:
-        """True if some samples are repeated at the end of an epoch, so that all processes get equally many batches.
+        """True if samples are repeated to give all processes equally many batches.
 
         `gather_for_metrics` removes the repeated samples.
         """
@@ -592,7 +592,7 @@ class EngineStatus:
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """True if learning-rate schedulers step only when their optimizers do, as during gradient accumulation."""
+        """True if learning-rate schedulers step only when their optimizers do."""
         return self.preparation.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter

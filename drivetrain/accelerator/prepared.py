@@ -133,7 +133,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """True during the last micro-batch before an optimizer step, when gradients are reduced over processes."""
+        """True during the last micro-batch before an optimizer step."""
         window, _ = self._find()
         return self._synchronises if window is None else window.sync_gradients
 

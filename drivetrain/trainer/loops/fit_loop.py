@@ -325,7 +325,10 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Stop the current epoch on request. Return True if all its batches are done. Override it to act first."""
+        """Stop the current epoch on request, and return True if all its batches are done.
+
+        Override it to act first.
+        """
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
