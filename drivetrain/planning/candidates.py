@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of strategy, and how it is named.
+    """Properties of a strategy, such as its class name and whether it shards the model.
 
     Attributes:
         class_name: Name of its class in Python, or an empty text if its name is enough.
@@ -48,7 +48,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train a model.
+    """One way to train a model: strategy, precision, batch size and sizes of the device mesh.
 
     Attributes:
         strategy: A name of `KINDS`.
@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        """The kind of its strategy."""
+        """Properties of the candidate's strategy."""
         return KINDS[self.strategy]
 
     @property
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def rows(self) -> int:
-        """Rows of an optimizer step over all processes."""
+        """Number of batch rows in one optimizer step, summed over all processes."""
         return self.batch * self.accumulation * self.data_parallel
 
     @property
     def label(self) -> str:
-        """Short name, such as `"fsdp, bf16, batch 4, recomputed"`."""
+        """Short description of the candidate, such as `"fsdp, bf16, batch 4, recomputed"`."""
         sizes = [
             f"{name}={getattr(self, name)}" for name in ("dp_replicate", "tp", "cp", "pp") if getattr(self, name) > 1
         ]
@@ -125,7 +125,7 @@ class Candidate:
         return options
 
     def make(self, tp_plan: Any = None) -> Strategy:
-        """Return the strategy, not set up.
+        """Create the candidate's strategy object, on which `setup` has not been called.
 
         Args:
             tp_plan: The plan of `Parallel` with `tp` above 1.
@@ -142,7 +142,7 @@ class Candidate:
         return made
 
     def python(self) -> str:
-        """Return three lines of Python that train in this way."""
+        """Return Python code that trains with the candidate's strategy."""
         options = self._options()
         if self.tp > 1:
             options["tp_plan"] = "auto"
@@ -157,7 +157,9 @@ class Candidate:
         )
 
     def flags(self, cluster: Cluster) -> list[str]:
-        """Return the flags of `drivetrain launch`. Pipeline stages have none: the script sets them.
+        """Return the flags of `drivetrain launch` that select the candidate's strategy.
+
+        Pipeline stages have no flag: the script sets them.
 
         Args:
             cluster: The devices.
@@ -184,7 +186,7 @@ class Candidate:
         }
 
     def configuration(self, cluster: Cluster) -> dict[str, Any]:
-        """Return the content of a configuration file for `drivetrain launch --config_file`.
+        """Return the content of a launch configuration file that selects the candidate's strategy.
 
         Args:
             cluster: The devices.
@@ -208,7 +210,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a model that decide which candidates are possible.
+    """Properties of a model that decide which candidates are possible, such as its blocks.
 
     Attributes:
         blocks: Number of repeated blocks.
@@ -235,7 +237,7 @@ def candidates(
     precisions: Sequence[str] = ("bf16",),
     recompute: Sequence[bool] = (False, True),
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that the model and the cluster allow, and for each of the others the reason.
+    """Return the candidates that suit a model and a cluster, and the reasons against the others.
 
     Args:
         cluster: The devices.

@@ -111,15 +111,13 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
 
 
 class _Bar:
-    """Progress bar on the terminal, created with the first estimate."""
-
     def __init__(self) -> None:
         self._bar: Any = None
 
     def __call__(self, done: int, count: int) -> None:
         from tqdm import tqdm
 
-        if self._bar is None:
+        if self._bar is None:  # the first estimate tells the total
             self._bar = tqdm(total=count, desc="candidates", leave=False)
         self._bar.total = count
         self._bar.update(done - self._bar.n)
@@ -184,7 +182,7 @@ def _what_if(made: Plan, options: dict[str, Any], progress: Any) -> dict[str, li
 
 
 def as_text(made: Plan, more: dict[str, list[Result]], options: dict[str, Any]) -> str:
-    """Return the advice, the table of candidates and how to launch the best one.
+    """Return a plan as text: the advice, a table of candidates, and how to launch the best one.
 
     Args:
         made: The plan.
@@ -221,7 +219,7 @@ def _epoch(best: Result, made: Plan, options: dict[str, Any]) -> list[str]:
 
 
 def table(results: Sequence[Result], unit: str) -> list[str]:
-    """Return a table of results as lines of text.
+    """Format results as the lines of a text table.
 
     Args:
         results: The results.

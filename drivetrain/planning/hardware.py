@@ -19,7 +19,7 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator, with the figures of its manufacturer.
+    """Accelerator model, such as an H100, with its memory and speeds.
 
     Attributes:
         name: Name, such as `"H100-80GB"`.
@@ -45,13 +45,16 @@ class Device:
     source: str = ""
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Return the peak speed of matrix products in a dtype, in FLOP/s. A missing dtype has that of float32."""
+        """Return the peak speed of matrix products in a dtype, in FLOP/s.
+
+        An unlisted dtype has the speed of float32.
+        """
         return 1e12 * self.tflops.get(str(dtype).removeprefix("torch."), self.tflops["float32"])
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of equal devices.
+    """Machines with equal devices, for which a plan is made.
 
     Attributes:
         device: The device.
@@ -79,7 +82,9 @@ class Cluster:
         return self.devices * self.machines
 
     def with_world_size(self, count: int) -> Cluster:
-        """Return the same kind of cluster with another number of devices: part of one machine, or whole machines.
+        """Return a copy of the cluster with another number of devices.
+
+        They must fit into one machine or fill whole machines.
 
         Args:
             count: Number of devices.
@@ -188,7 +193,7 @@ _KEYS = {
 
 
 def read_hardware(text: str) -> Cluster:
-    """Return the cluster that a text such as `"8xH100-80GB"`, `"8xH100-80GBx4"`, `"this"` or a YAML file describes.
+    """Return the cluster that a text such as `"8xH100-80GBx4"` or a YAML file describes.
 
     Args:
         text: The devices of a machine, and after a second `x` the number of machines. `"this"` measures this machine.

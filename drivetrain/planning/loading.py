@@ -34,7 +34,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 def load(workload: Workload) -> Loaded:
-    """Build the model of a workload on the meta device, and a batch.
+    """Build the model of a workload on the meta device, with a batch and an optimizer.
 
     Args:
         workload: What the user gave.
@@ -94,11 +94,11 @@ def _batch(workload: Workload, model: nn.Module) -> Any:
 
 
 class Reached(SystemExit):
-    """Ends a script at its first training batch."""
+    """Exception that ends a script when it reaches its first training batch."""
 
 
 class Catch(observer.Observer):
-    """Observer that ends a script at its first training batch, and keeps what it would train."""
+    """Observer that stops a script at its first training batch, and keeps its model and batch."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -139,7 +139,7 @@ class Catch(observer.Observer):
 
 
 class ScriptTask(nn.Module):
-    """Module whose step is the `training_step` of a script's task, without its logging.
+    """Wrapper that runs the `training_step` of a script's task without its logging.
 
     Args:
         task: The task.
@@ -155,25 +155,15 @@ class ScriptTask(nn.Module):
         self._takes_index = len([each for each in taken.values() if each.default is each.empty]) > 1
 
     def training_step(self, batch: Any) -> Tensor:
-        """Return the loss of a batch.
-
-        Args:
-            batch: The batch.
-        """
         result: Any = self.task.training_step(batch, 0) if self._takes_index else self.task.training_step(batch)  # type: ignore[operator]
         loss: Tensor = result["loss"] if isinstance(result, dict) else result
         return loss
 
 
 class LoopTask(PlannedTask):
-    """Module whose step calls the model of a script's own loop, and takes its loss or the mean of its output."""
+    """Task around the model of a script that has its own training loop."""
 
     def training_step(self, batch: Any) -> Tensor:
-        """Return the loss of a batch.
-
-        Args:
-            batch: The batch.
-        """
         if isinstance(batch, dict):
             return loss_of(self.model(**batch))
         parts = list(batch) if isinstance(batch, list | tuple) else [batch]
@@ -183,7 +173,7 @@ class LoopTask(PlannedTask):
 
 
 def load_script(workload: Workload) -> Loaded:
-    """Run a script until its first training batch, and return what it would train.
+    """Run a script until its first training batch, and return its model, batch and optimizer.
 
     Its parameters are built on the meta device, unless `real_init` is set.
 
@@ -230,7 +220,9 @@ def load_script(workload: Workload) -> Loaded:
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:
-    """Return the file and the line where an error was raised: the last in `file`, or in code of the user.
+    """Return the file and line where an error was raised, such as `train.py, line 12`.
+
+    It is the last line in `file` or, without one, in the user's code.
 
     Args:
         error: The error.

@@ -24,7 +24,7 @@ from drivetrain.runtime.host import as_bytes
 
 @dataclass(frozen=True)
 class Result:
-    """A candidate with what it needs.
+    """Estimate for one candidate, with the memory that a device offers.
 
     Attributes:
         candidate: The candidate.
@@ -44,19 +44,19 @@ class Result:
 
     @property
     def fits(self) -> bool:
-        """True if a process needs at most the memory that a device offers."""
+        """True if the candidate's peak memory fits on a device."""
         return self.estimate is not None and self.estimate.peak <= self.memory
 
     @property
     def rate(self) -> float:
-        """Tokens of all processes per second, or rows if they are no sequences."""
+        """Training speed of all processes together, in tokens (or else rows) per second."""
         if self.estimate is None:
             return 0.0
         return self.candidate.rows * self.estimate.tokens / self.estimate.seconds
 
     @property
     def utilisation(self) -> float:
-        """Share of the peak speed of matrix products in the precision's dtype."""
+        """Share of the device's peak speed that the training step reaches."""
         if self.estimate is None:
             return 0.0
         import torch
@@ -65,7 +65,7 @@ class Result:
         return self.estimate.flops / self.estimate.seconds / self.cluster.device.flops(dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the candidate and its estimate as a dict that JSON can represent."""
         found: dict[str, Any] = {"candidate": vars(self.candidate) | {"label": self.candidate.label}, "fits": self.fits}
         found["hardware"] = str(self.cluster)
         if self.estimate is None:
@@ -91,7 +91,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates for a model on given devices, the fastest that fit first.
+    """Ranking of the ways to train a model on given devices, best first.
 
     Attributes:
         results: Those that fit by speed, then the others by memory.
@@ -108,12 +108,12 @@ class Plan:
 
     @property
     def best(self) -> Result | None:
-        """The fastest result that fits, or None."""
+        """Result of the fastest candidate that fits in memory, or None if none fits."""
         return self.results[0] if self.results and self.results[0].fits else None
 
     @property
     def advice(self) -> str:
-        """One sentence that says what to use and why."""
+        """One sentence that recommends a candidate, and says why."""
         best = self.best
         counted = [result for result in self.results if result.estimate is not None]
         if best is None or best.estimate is None:
@@ -141,12 +141,12 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """Unit of the speed: tokens, or rows if they are no sequences."""
+        """Unit of the training speed: `"tokens"`, or `"rows"` if the batches hold no tokens."""
         tokens = max((r.estimate.tokens for r in self.results if r.estimate is not None), default=1)
         return "tokens" if tokens > 1 else "rows"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
+        """Return the plan as a dict that JSON can represent."""
         best = self.best
         return {
             "advice": self.advice,
@@ -161,12 +161,7 @@ class Plan:
 
 
 def launch_line(result: Result, workload: Workload) -> str:
-    """Return a command that trains in the way of a result.
-
-    Args:
-        result: The result.
-        workload: What is trained.
-    """
+    """Return the `drivetrain launch` command that trains with a result's candidate."""
     script = workload.source if workload.source.endswith(".py") else "train.py"
     return " ".join(["drivetrain launch", *result.candidate.flags(result.cluster), script, *workload.arguments])
 
@@ -175,7 +170,7 @@ def launch_line(result: Result, workload: Workload) -> str:
 
 
 class Workers:
-    """Processes in which candidates run, each on its own fake process group.
+    """Pool of processes in which candidates are estimated.
 
     Args:
         count: Number of processes, by default one for each core.
@@ -196,18 +191,13 @@ class Workers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def facts(self, workload: Workload) -> Facts:
-        """Return what decides which candidates are possible.
-
-        Args:
-            workload: What is trained.
-        """
         found: Facts = self._result(self._pool.submit(facts_of, workload))
         return found
 
     def estimates(
         self, workload: Workload, cases: Iterable[tuple[Candidate, Cluster, int | None]], headroom: float, full: bool
     ) -> list[Result]:
-        """Return the results of candidates, each with a cluster and tokens of a sequence, in their order.
+        """Estimate candidates in parallel, and return their results in the given order.
 
         Args:
             workload: What is trained.
@@ -241,7 +231,6 @@ class Workers:
 
 
 def _begin(path: list[str]) -> None:
-    """Begin a process: it finds the modules of its parent, uses one core, and ends when its parent has ended."""
     import torch
 
     sys.path[:] = path
@@ -250,7 +239,7 @@ def _begin(path: list[str]) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
 
-        def watch() -> None:
+        def watch() -> None:  # so that no worker outlives its parent
             parent.join()
             os._exit(1)
 
@@ -342,11 +331,7 @@ def plan(
 
 
 def ranked(results: Iterable[Result]) -> list[Result]:
-    """Return results that fit, the fastest first, then those that do not, the smallest first, then the failed.
-
-    Args:
-        results: The results.
-    """
+    """Sort results: those that fit by speed, the others by memory, and failed ones last."""
 
     def key(result: Result) -> tuple[int, float]:
         if result.estimate is None:
@@ -368,7 +353,7 @@ def vary(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
-    """Return the best result of a plan with other batches, sequences and numbers of devices.
+    """Estimate a plan's best candidate with other batch sizes, sequence lengths or device counts.
 
     Args:
         made: The plan, whose best result is varied, or its smallest if none fits.
@@ -407,7 +392,7 @@ def vary(
 
 
 def largest(made: Plan, what: str, headroom: float = 0.1, jobs: int | None = None) -> Result | None:
-    """Return the best result of a plan with the largest batch or sequence that fits, or on the fewest devices.
+    """Find the largest batch or sequence, or the fewest devices, with which a plan's best candidate fits.
 
     Args:
         made: The plan, whose best result is changed, or its smallest if none fits.
@@ -450,7 +435,7 @@ def _worlds(base: Result) -> Iterator[int]:
 
 
 def _bisect(at: Callable[[int], Result], unit: int) -> Result | None:
-    """Return the result of the largest multiple of `unit` that fits."""
+    """Find the largest multiple of `unit` whose result fits. Return that result, or None."""
     best, low, high = None, 0, 1
     while (found := at(high * unit)).fits:
         best, low, high = found, high, 2 * high
@@ -470,7 +455,7 @@ def _bisect(at: Callable[[int], Result], unit: int) -> Result | None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Time and price of an epoch.
+    """Predicted time and price of a training epoch, and how often to save checkpoints.
 
     Attributes:
         seconds: Seconds of training.
@@ -490,7 +475,7 @@ class Epoch:
 def epoch_of(
     result: Result, count: float, price: float | None = None, mean_hours_between_failures: float | None = None
 ) -> Epoch:
-    """Return how long an epoch takes, what it costs, and how often to save.
+    """Predict the time and price of a training epoch, and how often to save checkpoints.
 
     The interval between checkpoints is that of Young (1974): the root of twice the time of a checkpoint times the mean
     time between failures of the cluster.

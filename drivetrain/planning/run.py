@@ -55,7 +55,7 @@ _SHOWN = 240
 
 @dataclass(frozen=True)
 class Peak:
-    """A maximum of the allocated memory.
+    """Largest amount of memory allocated within one phase and module of a step.
 
     Attributes:
         bytes: Bytes that are allocated.
@@ -68,7 +68,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, traffic and duration of a step of a candidate, in each process.
+    """Predicted memory, communication and duration of one training step, for each process.
 
     Attributes:
         peaks: The maximum of each phase and module, without most modules between the first and the last blocks.
@@ -98,24 +98,24 @@ class Estimate:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Phase and module of the largest peak."""
+        """Phase and module in which a process needs the most memory."""
         return max(self.peaks, key=lambda place: self.peaks[place].bytes)
 
     @property
     def peak(self) -> float:
-        """Most bytes that a process allocates at once."""
+        """Peak memory of a process during the step, in bytes."""
         return self.peaks[self.place].bytes
 
     @property
     def kinds(self) -> dict[str, float]:
-        """Bytes by kind at the peak."""
+        """Peak memory by kind, such as parameters or activations, in bytes."""
         return self.peaks[self.place].kinds
 
 
 def estimate(
     workload: Workload, candidate: Candidate, cluster: Cluster, seq: int | None = None, full: bool = False
 ) -> Estimate:
-    """Return what a step of a candidate needs, from a run of one rank on fake tensors.
+    """Estimate the memory and time of a candidate's training step, by a run on fake tensors.
 
     Call it in a process of its own: it starts and ends fake process groups. Of a model with many equal blocks, two
     smaller ones run, and the result is extrapolated.
@@ -162,15 +162,14 @@ def _estimate(workload: Workload, loaded: Loaded, candidate: Candidate, cluster:
 
 
 def _thinned(timeline: list[tuple[str, str, dict[str, int]]]) -> tuple[tuple[str, str, dict[str, int]], ...]:
-    """Return the largest of each few points, so that the peak stays."""
+    # The largest of each few points stays, so that the peak does.
     few = max(1, math.ceil(len(timeline) / _SHOWN))
     parts = (timeline[at : at + few] for at in range(0, len(timeline), few))
     return tuple(max(part, key=lambda point: sum(point[2].values())) for part in parts)
 
 
 def _peaks(step: Step, loaded: Loaded) -> dict[tuple[str, str], Peak]:
-    """Return the peaks of a step with names of blocks that models with more blocks have, too."""
-    names = loaded.names_of_blocks()
+    names = loaded.names_of_blocks()  # that also exist in a model with more blocks, for `_extrapolated`
     found: dict[tuple[str, str], Peak] = {}
     for (phase, module), (size, kinds) in step.peaks.items():
         place = (phase, names.get(module, module))
@@ -180,14 +179,12 @@ def _peaks(step: Step, loaded: Loaded) -> dict[tuple[str, str], Peak]:
 
 
 def _extrapolated(few: Estimate, more: Estimate, factor: float) -> Estimate:
-    """Return the estimate of a model with more blocks. Each quantity is linear in their number.
-
-    The largest of several peaks is not linear, but each of them is.
-    """
+    """Extrapolate the estimates of two smaller models to the full number of blocks."""
 
     def line(first: float, second: float) -> float:
         return first + factor * (second - first)
 
+    # The largest of several peaks is not linear in the number of blocks, but each peak is.
     peaks = {
         place: Peak(
             line(few.peaks[place].bytes, peak.bytes),
@@ -213,11 +210,7 @@ def _loaded(workload: Workload) -> Loaded:
 
 
 def facts_of(workload: Workload) -> Facts:
-    """Return what decides which candidates are possible for a workload.
-
-    Args:
-        workload: What is trained.
-    """
+    """Return the properties of a workload's model that decide which candidates are possible."""
     return _loaded(workload).facts(workload.tp_plan)
 
 
@@ -228,7 +221,9 @@ def simulate(
     loaded: Loaded | None = None,
     kernels: str = "cuda",
 ) -> list[Step]:
-    """Return what a step of a candidate needs on each kind of rank: on rank 0, and with a pipeline on the last, too.
+    """Run a candidate's training step on fake tensors, and record what it needs.
+
+    Returns the record of rank 0 and, with pipeline stages, that of the last rank.
 
     Args:
         workload: What is trained.
@@ -313,7 +308,6 @@ def _fake_world(rank: int, size: int) -> Iterator[PartialState]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Replace errors of fake tensors by one line that says what to change."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -336,11 +330,7 @@ def _told() -> Iterator[None]:
 
 
 def fill(model: nn.Module) -> None:
-    """Replace the parameters and buffers of a prepared model that are on the meta device by fake tensors.
-
-    Args:
-        model: The model that a strategy has prepared without values.
-    """
+    """Replace the parameters and buffers of a prepared model on the meta device by fake tensors."""
     sharding.allocate(model)
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -373,7 +363,7 @@ def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class _Steps:
-    """Optimizer steps of a strategy on fake tensors."""
+    """Runner of a strategy's training steps on fake tensors."""
 
     def __init__(
         self,
@@ -390,7 +380,7 @@ class _Steps:
         recorder.parameters = [each for each in model.parameters() if each.requires_grad]
 
     def make_state(self) -> None:
-        """Make the optimizer create its state, which it does in its first step."""
+        # Optimizers create their state in their first step.
         self._recorder.steps = True
         for parameter in self._recorder.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -403,11 +393,7 @@ class _Steps:
         self._recorder.add([list(state.values()) for state in self._optimizer.state.values()], "optimizer")
 
     def step(self, microbatches: list[Any]) -> None:
-        """Run an optimizer step.
-
-        Args:
-            microbatches: Its batches, on the meta device.
-        """
+        """Run one training step on fake tensors, from the forward pass to the optimizer's step."""
         view = self._strategy.view(self._model, "train")
 
         def run(batch: Any, probe: bool = False) -> Tensor:
@@ -441,7 +427,7 @@ _RETURNS_FULL = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "softmin
 
 
 class AcceleratorCasts(TorchFunctionMode):
-    """Function mode in which autocast on the CPU keeps the operations in float32 that it keeps so on accelerators."""
+    """Mode in which autocast on the CPU keeps the same operations in float32 as on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -456,7 +442,7 @@ class AcceleratorCasts(TorchFunctionMode):
 
 @contextmanager
 def accelerator_casts() -> Iterator[None]:
-    """Return a context with `AcceleratorCasts`, also while blocks are recomputed in a backward pass.
+    """Apply `AcceleratorCasts` to forward passes, and to those that backward passes recompute.
 
     Torch's function modes do not reach into backward passes.
     """
@@ -505,7 +491,7 @@ def _bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 class Buckets:
-    """The gradient buckets of torch's DDP, which hold all gradients all the time and are reduced when they are full.
+    """Gradient buckets as in torch's DDP, each all-reduced when its gradients are ready.
 
     Args:
         model: The prepared model.
@@ -534,7 +520,6 @@ class Buckets:
                 parameter.register_post_accumulate_grad_hook(self._hook(number, view))  # type: ignore[no-untyped-call]
 
     def begin(self, microbatches: int) -> None:
-        """Begin a step."""
         self._left = [count * microbatches for count in self._count]
 
     def _hook(self, number: int, view: Tensor) -> Any:

@@ -27,7 +27,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "red
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective operation of the step.
+    """Collective operation that was recorded in a training step.
 
     Attributes:
         operation: Its name, such as `"all_gather"`.
@@ -42,7 +42,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """An operation of the step, with what its duration depends on.
+    """Operation that was recorded in a training step, with what its duration depends on.
 
     Attributes:
         name: Name of the operator.
@@ -67,7 +67,7 @@ class Event:
 
 @dataclass
 class Step:
-    """Memory, collectives and operations of one optimizer step, as counted on fake tensors.
+    """Record of one training step on fake tensors: its memory, collectives and operations.
 
     Attributes:
         peaks: Most bytes that were allocated at once, by phase and module, each with the bytes by kind.
@@ -85,27 +85,24 @@ class Step:
 
     @property
     def peak(self) -> int:
-        """Most bytes that were allocated at once."""
+        """Peak memory of the recorded step, in bytes."""
         return max((size for size, _ in self.peaks.values()), default=0)
 
     @property
     def collectives(self) -> list[Collective]:
-        """The collectives in order."""
         return [event.collective for event in self.events if event.collective is not None]
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of matrix products and convolutions."""
         return sum(event.flops for event in self.events)
 
 
 def is_backward() -> bool:
-    """Return True within a backward pass."""
     return bool(ModuleTracker().is_bw)
 
 
 class ModuleNames:
-    """Names of the modules that run, in forward and in backward.
+    """Tracker of the submodule whose forward or backward pass is running.
 
     Torch's `ModuleTracker` knows them, too, but its hooks keep activations alive until Python collects cycles. Here a
     node of the autograd graph belongs to the module that ran when the node was created.
@@ -119,12 +116,11 @@ class ModuleNames:
 
     @property
     def is_within(self) -> bool:
-        """True within the forward of a module."""
         return bool(self._running)
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which the modules of a model are followed."""
+        """Track the submodules of a model while the `with` block runs."""
         self._names = {id(module): name for name, module in model.named_modules()}
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
@@ -149,7 +145,7 @@ class ModuleNames:
         self._modules.append(self._running[-1] if self._running else "")
 
     def current(self) -> str:
-        """Return the name of the module whose forward or backward runs, or an empty text."""
+        """Return the name of the submodule whose forward or backward pass is running, or ""."""
         node = torch._C._current_autograd_node() if is_backward() else None
         if node is None:
             return self._running[-1] if self._running else ""
@@ -201,7 +197,7 @@ _READS = (torch.ops.aten._local_scalar_dense.default,)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts memory by kind, collectives and operations of fake tensors.
+    """Dispatch mode that records the memory and the operations of a step on fake tensors.
 
     Storages are followed from the operation that creates them to the end of their last view. FSDP resizes the
     storages of gathered parameters in place, which no operation shows, so those are looked at again with each one.
@@ -227,18 +223,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def module(self) -> str:
-        """Name of the module whose forward or backward runs."""
+        """Name of the submodule whose forward or backward pass is running."""
         return self.modules.current()
 
     @property
     def phase(self) -> str:
-        """`"step"` in the optimizer's step, else `"backward"` within a backward pass, or `"forward"`."""
+        """Phase of the training step: `"forward"`, `"backward"`, or `"step"` in the optimizer."""
         return "step" if self.steps else "backward" if is_backward() else "forward"
 
     # Memory
 
     def add(self, value: Any, kind: str) -> None:
-        """Count the storages of all tensors in `value` under a kind, also if they were counted under another one."""
+        """Count the memory of all tensors in a nested structure as one kind, such as `"gradients"`."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, DTensor):
                 leaf = leaf._local_tensor
@@ -246,7 +242,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(leaf.untyped_storage(), kind)
 
     def _is_counted(self, tensor: Tensor) -> bool:
-        """Return False for tensors that are only shapes: on the meta device, or of another mode, as of a pipeline."""
+        # Tensors on the meta device or of another fake mode are only shapes, as those of a pipeline.
         return tensor.device.type != "meta" and getattr(tensor, "fake_mode", self.fake) is self.fake
 
     def _add(self, storage: torch.UntypedStorage, kind: str, moves: bool = True) -> None:
@@ -285,7 +281,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.step.peaks[place] = (self.current, dict(self.by_kind))
 
     def _look_at_gathered(self) -> None:
-        """See which storages of gathered parameters were freed, by a change of their size that no operation shows."""
+        # No operation shows that FSDP has freed a gathered parameter, only the size of its storage.
         for key, of in [*self._gathered.items()]:
             storage = of()
             if storage is None or storage.nbytes() != self._known[key][0]:
@@ -304,11 +300,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(now - size, kind)
 
     def find_gradients(self) -> None:
-        """Count the gradients of `parameters` as such."""
         self.add([each.grad for each in self.parameters if each.grad is not None], "gradients")
 
     def reset(self) -> None:
-        """Begin the step that is counted."""
         self.step = Step({("forward", ""): (self.current, dict(self.by_kind))})
         self.records = True
 
@@ -339,7 +333,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _read_number(self, tensor: Tensor, func: Any) -> Any:
-        """Return the value that a step reads from a tensor, or one with which checks of the values pass."""
         try:
             return func(tensor)
         except DataDependentOutputException:
@@ -383,7 +376,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads and those that it writes. What it changes in place is in both."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
@@ -392,6 +384,7 @@ def _read_and_written(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> 
         writes = argument.alias_info is not None and argument.alias_info.is_write
         written += tensors if writes else []
         read += [] if argument.is_out or (writes and func.namespace in _WRITES_ONLY) else tensors
+    # A tensor that is changed in place is in both lists.
     known = {each.untyped_storage()._cdata for each in written}
     return read, [*written, *(each for each in made if each.untyped_storage()._cdata not in known)]
 

@@ -37,7 +37,7 @@ class StepTime:
 
 
 def seconds_of(collective: Collective, cluster: Cluster) -> float:
-    """Return how long a collective takes if nothing else uses the links.
+    """Predict how long a collective takes if nothing else uses the links.
 
     Args:
         collective: The collective.
@@ -65,7 +65,7 @@ def crosses_machines(collective: Collective, cluster: Cluster) -> bool:
 
 
 def time_of(steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatches: int = 1) -> StepTime:
-    """Return how long a step takes.
+    """Predict the duration of a training step from the operations recorded on each kind of rank.
 
     Args:
         steps: What was counted, on each kind of rank.
@@ -83,7 +83,7 @@ def time_of(steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatch
 
 
 class _Clock:
-    """Streams of a device: one that computes, one for each process group, and one that prepares all-gathers."""
+    """Simulation of a device's streams, which finds when each operation of a step ends."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -105,7 +105,7 @@ class _Clock:
                     received.update(event.writes)
             else:
                 duration = self._duration(event)
-                if index in beside:
+                if index in beside:  # FSDP copies shards in advance, beside the computation
                     stream = "gather"
                 elif event.phase == "backward" and not event.flops and received.intersection(event.reads):
                     stream = "received"  # what FSDP does with reduced gradients, beside the backward pass
@@ -126,7 +126,7 @@ class _Clock:
 
 
 def _prepares_gathers(events: Sequence[Event]) -> set[int]:
-    """Return the indices of operations that copy shards into an all-gather's input, which FSDP does in advance."""
+    """Return the indices of the operations that fill the inputs of all-gathers."""
     writer: dict[int, int] = {}
     found: set[int] = set()
     for index, event in enumerate(events):

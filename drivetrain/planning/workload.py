@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Source of a model, its inputs and its optimizer, as the user gave them.
+    """Description of the model, inputs and optimizer for which a plan is made.
 
     Attributes:
         source: A script, the config.json of a transformers model, or `package.module:Class`.
@@ -55,25 +55,20 @@ class Workload:
 
 
 class PlannedTask(nn.Module):
-    """Module with the interface of a task that strategies use: a step that returns the loss of a batch."""
+    """Task around a bare model, whose training step returns the model's loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def training_step(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-        """Return the model's loss, or the mean of its first output.
-
-        Args:
-            batch: Arguments and keywords of the model.
-        """
         arguments, keywords = batch
         return loss_of(self.model(*arguments, **keywords))
 
 
 @dataclass
 class Loaded:
-    """A workload that was built.
+    """Model, batch and optimizer of a workload, built on the meta device.
 
     Attributes:
         task: Module on the meta device, with the method `training_step`.
@@ -88,7 +83,7 @@ class Loaded:
     rows: int = 1
 
     def batch_of(self, rows: int, seq: int | None = None) -> Any:
-        """Return the batch with another number of rows, and another length of sequences if given.
+        """Return the workload's batch, resized to a number of rows and a sequence length.
 
         Args:
             rows: Size of the first dimension.
@@ -107,18 +102,21 @@ class Loaded:
         return tree_map(resized, self.batch)
 
     def tokens(self) -> int:
-        """Return the tokens of a row, or 1 if rows are no sequences of tokens."""
+        """Return the sequence length of the batch in tokens, or 1 if it has no token sequences."""
         return max(
             [1, *(each.shape[1] for each in tensors_of(self.batch) if each.dim() == 2 and not each.is_floating_point())]
         )
 
     def blocks(self) -> int:
-        """Return the number of equal blocks in the list of modules that holds most of them."""
+        """Return the number of equal blocks in the model's longest module list, or 0 without one."""
         held = _longest_list(self.task)
         return len(held) if held is not None else 0
 
     def names_of_blocks(self) -> dict[str, str]:
-        """Map the names of modules in blocks to names that count the blocks of the second half from the end."""
+        """Map the names of modules in blocks to names that also exist in a deeper model.
+
+        Blocks of the second half are counted from the end, so that `layers.-1` is the last one.
+        """
         held = _longest_list(self.task)
         if held is None:
             return {}
@@ -131,11 +129,7 @@ class Loaded:
         return found
 
     def with_blocks(self, count: int) -> Loaded:
-        """Return the same with fewer blocks.
-
-        Args:
-            count: Number of blocks that stay.
-        """
+        """Return a copy of the workload whose model has only its first `count` blocks."""
         task = copy.deepcopy(self.task)
         held = _longest_list(task)
         assert held is not None
@@ -146,7 +140,7 @@ class Loaded:
         return replace(self, task=task)
 
     def facts(self, plan: Any) -> Facts:
-        """Return what decides which candidates are possible.
+        """Return the properties of the model that decide which candidates are possible.
 
         Args:
             plan: The tensor-parallel plan, or None for that of the model.
@@ -167,7 +161,7 @@ class Loaded:
 
 
 def _longest_list(task: nn.Module) -> nn.ModuleList | None:
-    """Return the longest list whose modules are all of one class and shape, or None."""
+    """Return the model's longest `ModuleList` of equal blocks, or None if there is none."""
     found = [
         module
         for module in task.modules()
