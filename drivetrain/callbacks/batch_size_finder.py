@@ -42,7 +42,7 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r} is not valid. Use a fraction from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """Return the next batch size to try, given the sizes that fit or failed so far, or None to end the search.
+        """Return the batch size to try next in the search, or None if the search has ended.
 
         `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if none).
         """

@@ -62,7 +62,6 @@ class BestK:
         return self.ties.get(path, float("nan"))
 
     def _is_ahead(self, score: float, tie: float, than: str) -> bool:
-        """Return True if a score, or its tie-break if the scores are equal, is better than those of a checkpoint."""
         other = self.scores[than]
         return is_better(score, other, self.mode) or (score == other and is_better(tie, self._tie(than), self.tie_mode))
 
@@ -303,7 +302,7 @@ def relative(path: str | None, root: str) -> str | None:
 
 
 def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Return the checkpoint directory for a resumed run: that of the earlier run if it still exists, else `path`."""
+    """Return the earlier run's checkpoint directory if it still exists, otherwise `path`."""
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
@@ -385,7 +384,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Remove a checkpoint, or a link to one, that a newer one has replaced. Errors are logged, not raised."""
+    """Remove an outdated checkpoint, or a link to one. An error is only logged."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
@@ -435,7 +434,7 @@ class CheckpointAccount:
     def add(
         self, path: str, score: float | None, among_best: bool, is_whole: bool = True, tie: float | None = None
     ) -> None:
-        """Record a saved checkpoint. The checkpoints that it replaces are listed in `doomed`, to be deleted later."""
+        """Record a saved checkpoint, and mark those that it replaces for deletion."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -444,7 +443,10 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record `path` as the newest checkpoint. If `is_whole`, mark checkpoints of preemptions for deletion."""
+        """Record `path` as the newest checkpoint.
+
+        If `is_whole`, checkpoints that were saved for a preemption are marked for deletion.
+        """
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -509,7 +511,7 @@ class Decision:
 
     @property
     def target(self) -> str | None:
-        """The path at which the checkpoint is written: `path`, or else `last`. None if no checkpoint is saved."""
+        """Path at which the checkpoint is written, or None if no checkpoint is saved."""
         return self.path or self.last
 
     def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
@@ -529,7 +531,10 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide on the main process whether to save now. Return paths and score, without paths for no save."""
+    """Decide whether a `ModelCheckpoint` saves now, to which paths and with which score.
+
+    Called on the main process. The paths are None if nothing is to be saved.
+    """
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     if decision.score is not None:
@@ -556,7 +561,7 @@ def decide(
 
 
 def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[str]) -> str:
-    """Return the path for a new checkpoint `name`, with a version suffix if a checkpoint not in `own` has it."""
+    """Return the path of a new checkpoint, with a version suffix if the name is taken."""
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
@@ -672,7 +677,10 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait for the background save, then delete checkpoints that it replaces. With `forgive`, only log errors."""
+        """Wait for the background save, then delete the checkpoints that it replaces.
+
+        If `forgive` is True, errors are logged instead of raised.
+        """
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -755,7 +763,7 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """Checkpoint that is being written in the background, with what must be done once it is on disk.
+    """Checkpoint that is being written in the background, with the work to do afterwards.
 
     `before` is the record of checkpoints to restore if the save fails. `removed` and `error` are the results of the
     follow-up work.

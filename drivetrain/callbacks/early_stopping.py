@@ -271,7 +271,6 @@ class EarlyStopping(Callback):
         return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
 
     def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Return the reason to stop training at a metric value with a message, or `(NOT_STOPPED, None)`."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return (

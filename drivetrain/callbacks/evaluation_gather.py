@@ -113,7 +113,7 @@ def has_rows(values: Any, rows: int | None) -> bool:
 
 
 def gathered(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
-    """Collect the parts of all processes. On the main process, return one `Samples` object per dataloader."""
+    """Collect the predictions of all processes on the main process, by dataloader."""
     kept: dict[tuple[int, int, int], Part] = {}
     for block in gather_on_main(blocks):
         for part in block:
@@ -399,10 +399,9 @@ class EvaluationGather(Callback):
         self._blocks.append(self._leaving.add(part))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
-        """Return a step's other outputs for the prediction file, such as sample IDs. Empty without a file."""
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
-        others: dict[str, Any] = {}
+        others: dict[str, Any] = {}  # such as sample IDs
         rest = {key: values for key, values in outputs.items() if key not in (self.predictions, self.targets)}
         for key, values in flat_columns(rest).items():
             if has_rows(values, len(predictions)):

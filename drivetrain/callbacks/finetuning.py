@@ -238,7 +238,7 @@ class BaseFinetuning(Callback):
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record which parameter groups, from index `first` on, were added to an optimizer, for checkpoints."""
+        """Record parameter groups that were added to an optimizer, to store them in checkpoints."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -247,7 +247,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
-        """Schedule the learning rates of groups that were added to an optimizer, with the schedulers that it has."""
+        """Include new parameter groups of an optimizer in its learning rate schedulers."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
                 cover_new_groups(config.scheduler)
@@ -255,7 +255,7 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _add_again(self, trainer: Trainer) -> None:
-        """Add the parameter groups that the saved run had added to optimizers, so that their states can be loaded."""
+        """Add the saved run's extra parameter groups again, so that optimizer states can be loaded."""
         parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
             for group in groups:

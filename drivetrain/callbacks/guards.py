@@ -60,7 +60,7 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Loss or metric value of one optimizer step that a guard has recorded but not yet checked."""
+    """Loss or metric value of an optimizer step that a guard has yet to check."""
 
     step: int  # optimizer steps before this one
     epoch: int
@@ -135,7 +135,10 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Return the scalar to check, computed from this process's loss or metric. It is averaged over processes."""
+        """Return the scalar that the guard checks, computed from this process's loss or metric.
+
+        Its average over all processes is passed to `judge`.
+        """
 
     @abstractmethod
     def judge(self, value: float) -> str | None:

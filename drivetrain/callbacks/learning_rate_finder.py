@@ -47,7 +47,7 @@ class LRRange:
             )
 
     def rate(self, number: int) -> float:
-        """Return the learning rate to try in a step of the search. Steps are counted from 0."""
+        """Return the learning rate that the search tries in step `number`, counted from 0."""
         part = (number + 1) / self.num_training if number else 0.0
         if self.mode == "linear":
             return self.min_lr + part * (self.max_lr - self.min_lr)

@@ -197,7 +197,7 @@ class _Rates:
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Align the logged names with the optimizer's parameter groups, to which a callback may have added one."""
+        """Update the names under which rates are logged after a parameter group was added."""
         groups = self._optimizer.param_groups
         if len(self._known) == len(groups):
             return

@@ -366,7 +366,9 @@ class ModelCheckpoint(Callback):
         return score
 
     def tie_of(self, trainer: Trainer) -> float | None:
-        """Return the value of `tie_monitor`, or None without one.
+        """Return the value of `tie_monitor`, which decides between checkpoints with equal scores.
+
+        Returns None without a `tie_monitor`.
 
         Args:
             trainer: The running Trainer.

@@ -183,7 +183,7 @@ class ModuleTable:
 
     @staticmethod
     def random_state() -> AbstractContextManager[Any]:
-        """Return the context of the forward pass, which must not shift the random numbers of the training."""
+        """Return a context in which a forward pass leaves the training's random numbers unchanged."""
         return isolated_random_state(devices=True)
 
     def _kind(self, module: nn.Module) -> str:

@@ -277,7 +277,7 @@ class RichDisplay:
         from rich.text import Text
 
         class Part(ProgressColumn):
-            """A column that is shown if the terminal has room for it."""
+            """Column of the progress bar that is shown only if the terminal has room for it."""
 
             def __init__(self, column: ProgressColumn, number: int) -> None:
                 super().__init__(Column(no_wrap=True))

@@ -120,9 +120,9 @@ class StepInterval:
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
-        """Return True if an interval ends at this optimizer step. Every process must call this method.
+        """Return True if the callback's interval ends at this optimizer step.
 
-        Repeated calls for one step give the same result.
+        Every process must call this method. Repeated calls for one step give the same result.
         """
         if not self._crosses:
             return step % self.steps == 0
@@ -131,7 +131,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Return the result of `is_due` for this step again. A single process may call it."""
+        """Return the result of `is_due` for this step again, without communication."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -145,7 +145,10 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """Return how many intervals have ended since the run began. 0 if the interval is in seconds or epochs."""
+        """Return how many intervals have ended since the run began.
+
+        Returns 0 for intervals in seconds or epochs.
+        """
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -177,13 +180,19 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """The seconds passed so far, to be stored in a checkpoint. 0 if this point is not given as a time."""
+        """Seconds that have counted toward this point of the run so far, for a checkpoint.
+
+        0 if the point is not given as a time.
+        """
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed
 
     def has_come(self) -> bool:
-        """Return True once this point in the run is reached. All processes must call it at the same steps."""
+        """Return True once the run has reached this point.
+
+        All processes must call it at the same steps.
+        """
         if self._timer is None:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
@@ -215,7 +224,7 @@ class StepLog:
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
-        """Start counting toward the logging interval, and return this object. Called when training starts."""
+        """Start counting toward the callback's next log, when training starts. Return this object."""
         trainer = self._trainer
         if not self._is_own:
             self._interval = trainer.tracker_log.step_interval

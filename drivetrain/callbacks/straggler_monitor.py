@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class OwnTime(NamedTuple):
-    """Average time per step that one process needs before its backward pass, where it waits for the others."""
+    """Average step time of one process, without the backward pass, where it waits for others."""
 
     rank: int
     host: str

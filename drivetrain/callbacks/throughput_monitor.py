@@ -110,7 +110,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Reading(NamedTuple):
-    """Reading of this process's counters, such as samples and FLOPs so far. Two readings give the rates.
+    """Counters of this process at one time, such as batches, samples and FLOPs.
+
+    Two of them give the rates in between.
 
     Attributes:
         time: The seconds of training, without validations.

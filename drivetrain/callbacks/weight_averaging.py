@@ -58,7 +58,7 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Refresh the references to the model's parameters, and free copies gathered for a forward pass."""
+        """Look up the model's parameters again, and free copies gathered for a forward pass."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
@@ -98,7 +98,7 @@ class AveragedTensors:
             broadcast(buffers)
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return copies of two state dicts of the model: with its trained weights, and with the averaged ones."""
+        """Return two state dicts of the model: with the trained and with the averaged weights."""
         if self.swapped:
             self.swap()
             own, averaged = self._state(), self._swapped_state()
@@ -712,7 +712,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Load the averaged weights into the model and reset its batch norms, so that an epoch recomputes them."""
+        """Load the averaged weights, and reset the batch norms so that an epoch recomputes them."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True

@@ -235,7 +235,7 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
 
 
 def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, str]:
-    """Return the keys under which a checkpoint stores a model's tensors, by their names in the model."""
+    """Map the names of a model's tensors to their keys in a checkpoint."""
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
         raise CheckpointError(f"{checkpoint.directory} contains no model, because it is not the state of a run.")
@@ -263,7 +263,7 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
 
 
 def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
-    """Return a tensor's name, dtype and shape, and a function that reads its values when they are written."""
+    """Return a tensor's entry in the exported file, and a function that reads its values."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own

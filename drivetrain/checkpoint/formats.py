@@ -163,7 +163,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if a new save may overwrite the earlier checkpoint at this path.
+        """Return True if a new checkpoint may overwrite what is at `path`.
 
         Args:
             path: The path.
@@ -314,7 +314,7 @@ _TIME = re.compile(r"datetime\.timedelta\(([\w=, ]*)\)")
 
 
 def key_here(key: str) -> str:
-    """Convert a callback's key from another tool's spelling: `Name{'argument': 1}` to `Name(argument=1)`.
+    """Convert another tool's key of a callback: `Name{'argument': 1}` becomes `Name(argument=1)`.
 
     Other keys are returned unchanged.
     """

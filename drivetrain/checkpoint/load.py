@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if the tensors match: none is missing, left over or different in shape."""
+        """True if the checkpoint has the same tensors as the model, with equal shapes."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Checkpoint:
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Return the parsed content of a JSON file of the checkpoint, which refers to tensors by their keys."""
+        """Return the content of one of the checkpoint's JSON files, with keys in place of tensors."""
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         if type(packed) is not dict or is_tagged(packed):
@@ -100,7 +100,7 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read the state that is equal on all processes, such as models and optimizers.
+        """Read the state that all processes share, such as models and optimizers.
 
         Args:
             only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.

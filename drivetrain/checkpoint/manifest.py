@@ -233,7 +233,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Paths of the model and optimizer states within a checkpoint, which depend on its format.
+    """Paths of the model and optimizer states within the nested state of a checkpoint.
 
     Attributes:
         models: The path of the models' states.
@@ -246,7 +246,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Put model or optimizer states into a dict structured like the checkpoint, to load values into them."""
+        """Return model or optimizer states nested as they are in the checkpoint."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:

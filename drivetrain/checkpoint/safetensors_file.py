@@ -92,7 +92,7 @@ class MappedFile:
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Copy a tensor's bytes into a buffer, by a read of the file that adds no mapped pages to memory."""
+        """Copy a tensor's bytes from the file into a buffer."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:

@@ -122,7 +122,7 @@ class Save:
         return self._planner.create_local_plan()
 
     def _share_out(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
-        """Assign each tensor to one process to write it, also if several processes hold it."""
+        # A tensor that several processes hold is written by one of them.
         shares, metadata = self._planner.create_global_plan(plans)
         if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
             raise _without_values(lacking)
@@ -251,7 +251,7 @@ def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]
 
 
 def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    """Return the content of the checkpoint's index: dtype, shape and file positions of each tensor."""
+    """Return the checkpoint's index for JSON: dtype, shape and file positions of each tensor."""
     places_of: dict[tuple[str, torch.Size], Place] = {}
     for index, place in places.items():
         assert index.offset is not None
@@ -270,7 +270,7 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a temporary directory into which hooks write additional files that belong to a checkpoint.
+    """Create a temporary directory for files that hooks add to a checkpoint.
 
     Call it on all processes.
 
@@ -351,7 +351,7 @@ class PendingSave:
             raise self._error
 
     def claim(self) -> None:
-        """Claim the error of this save: then only `wait` raises it, and later saves do not.
+        """Mark the error of this save as handled, so that only `wait` raises it.
 
         `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
         """
@@ -571,7 +571,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Agree with all processes on one failure: that of the lowest rank that failed, or None if none did."""
+        """Return the failure of the lowest rank that has failed, on all processes, or None."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -579,7 +579,7 @@ class Peers:
         return next((one for one in failures if one is not None), None)
 
     def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
-        """Run `work` on every process, then `decide` on rank 0 with all results, and return this process's decision.
+        """Run `work` on every process, and let rank 0 decide from all results.
 
         Return this process's item of the list that `decide` returned. If a call failed, all processes get the first
         `Failure`.
@@ -605,7 +605,10 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise one process's error on all processes, as a `CheckpointError`. All processes must call this."""
+        """Raise the error of one process on all processes, as a `CheckpointError`.
+
+        All processes must call this method.
+        """
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""
@@ -623,7 +626,6 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective of `torch.distributed`. Raise `CheckpointError` if another process has died."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:

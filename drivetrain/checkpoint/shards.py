@@ -208,7 +208,10 @@ class FileStream:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Read bytes of the file, from offset `start` on, into `target`. If hashed, offsets must ascend."""
+        """Read bytes of the file, from offset `start` on, into a buffer.
+
+        Offsets must ascend if the file is hashed.
+        """
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)

@@ -148,7 +148,7 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Return the path under which a new checkpoint is written, and the folder that its manifest names.
+        """Return the temporary path of a new checkpoint, and the folder name in its manifest.
 
         The name is empty if publishing renames the whole directory.
         """
@@ -334,7 +334,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush a file that a hook has written to disk, and return its size and SHA-256 hash."""
+        """Flush a file to disk, and return its size and SHA-256 hash."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)

@@ -201,7 +201,7 @@ class TorchShards:
 
 
 class _UnknownRecord(pickle.UnpicklingError):
-    """Error for a class or function in a pickle that does not belong to torch's checkpoint metadata."""
+    """Error for an object in a pickle that is not part of torch's checkpoint metadata."""
 
 
 class _Records(pickle.Unpickler):
@@ -274,7 +274,7 @@ def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str,
 
 
 def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with positions in place of parameter names, as torch optimizers expect."""
+    """Replace the parameter names in an optimizer's state by positions, as torch expects."""
     positions: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -288,7 +288,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's state with parameter names in place of positions, given the names by group.
+    """Replace the positions in an optimizer's state by parameter names.
 
     Args:
         saved: The state, as this module or another checkpoint format provides it. It is not modified.

@@ -49,7 +49,9 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a nested state as a dict of two parts: `tree` in a form for JSON, and `tensors` on the CPU by key.
+    """Split a nested state into a tree for JSON and a dict of its tensors on the CPU.
+
+    The result has the entries `tree` and `tensors`.
 
     Args:
         state: Nested dicts and lists of plain values and tensors.
@@ -102,7 +104,7 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Error for JSON content that drivetrain never writes, so that the checkpoint must be damaged."""
+    """Error for JSON content that drivetrain never writes, as in a damaged checkpoint."""
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
@@ -239,7 +241,10 @@ _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 @dataclass(eq=False)
 class _Packer:
-    """Encoder of one nested structure. It collects the tensors, and recognizes tied ones, which are stored once."""
+    """Encoder that converts a nested state to JSON and collects its tensors.
+
+    Tied tensors are stored once.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -291,7 +296,7 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Keep a tensor for saving, and return its key. A tied tensor has the key of its first occurrence."""
+        """Add a tensor to the checkpoint, and return its key. Tied tensors share a key."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
@@ -402,7 +407,10 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Return the entry of a shard, whose name ends with the shard's offsets, or of a whole tensor."""
+        """Return the safetensors entry of a shard or of a whole tensor.
+
+        The name of a shard ends with its offsets.
+        """
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
@@ -489,7 +497,7 @@ def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """Tensor in a safetensors file: its name, dtype and shape, and the offset where its data begins."""
+    """Tensor in a safetensors file, with the offset at which its data begins."""
 
     entry: Entry
     start: int

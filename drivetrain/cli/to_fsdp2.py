@@ -127,7 +127,7 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Translate HYBRID_SHARD of FSDP 1 to mesh sizes for FSDP 2. Return them, and a text for the user.
+    """Translate HYBRID_SHARD of FSDP 1 to device mesh sizes, with a text about the change.
 
     Parameters are sharded within a machine and replicated between machines.
     """

@@ -242,7 +242,7 @@ class Trial:
                     return
 
     def plain_losses(self) -> Iterator[float]:
-        """Train the small network in plain PyTorch on one process. Yields each step's loss, for comparison."""
+        """Train the small network in plain PyTorch, and yield the loss of each step as a reference."""
         device = self.accelerator.device
         network = copy.deepcopy(self.network).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)

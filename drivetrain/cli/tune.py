@@ -74,7 +74,10 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the command line that times a user's script, split where the path of a JSON file is inserted."""
+    """Return the command that times a user's script, in two parts.
+
+    The path of the trial's JSON file belongs between them.
+    """
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 
@@ -88,7 +91,9 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
-    """Run the user's script with one change. Return `seconds` per training step, or a `problem`.
+    """Run the user's script with one change, and measure its training steps.
+
+    Returns a dict with the `seconds` per step, or with a `problem`.
 
     Args:
         command: The command line before and after the path of the trial's JSON file.

@@ -39,7 +39,7 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Trainer callback of `drivetrain tune` that writes the time per training step and ends the process.
+    """Callback of `drivetrain tune` that measures the time per step, then ends the process.
 
     The first steps are not measured, because they include compilation and other start-up work.
     """

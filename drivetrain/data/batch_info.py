@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the weight of this batch in a mean over processes, so that all the step's real rows count equally.
+        """Return the weight of this batch in a mean over processes, in which all real rows count equally.
 
         1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
         """
@@ -126,7 +126,7 @@ class ActiveLoaders:
             callback(loader)
 
     def encloses(self, outer: PreparedLoader, inner: PreparedLoader) -> bool:
-        """Return True if the loop over `inner` runs inside the loop over `outer`."""
+        """Return True if the script loops over `inner` within its loop over `outer`."""
         # The outer loader has not advanced since the loop over the inner one began.
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 

@@ -69,7 +69,7 @@ class CombinedLoader:
         self._cycles: int | None = None
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
-        """Return a CombinedLoader over `prepare(loader)` for each loader, for example to shard all loaders.
+        """Return a `CombinedLoader` in which `prepare(loader)` replaces each loader.
 
         Args:
             prepare: Called with one loader.
@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a CombinedLoader that processes can share, with loaders repeated or cut to equal lengths if needed.
+        """Return a `CombinedLoader` whose loaders can be divided among processes.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -126,7 +126,7 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Start an iteration, and return an iterator over batches that combine those of all loaders.
+        """Return an iterator over the combined batches of all loaders.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -236,7 +236,7 @@ class CombinedLoader:
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the current positions of all loaders for a checkpoint.
+        """Return the current positions of all loaders, to be stored in a checkpoint.
 
         Positions after earlier batches are not recorded.
 
@@ -274,7 +274,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return an iterator for each loader, or None for a loader that begins when its first batch is needed.
+        """Return an iterator for each loader, or None for those that begin with their first batch.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -321,7 +321,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader, and True if the whole iteration has ended according to `mode`."""
+        """Return the next batch of one loader, and whether the whole iteration has ended."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -342,7 +342,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Begin to iterate one of the loaders. Return its iterator, which stops at the limit of the iteration.
+        """Return an iterator over one of the loaders, which stops at the iteration's limit.
 
         Args:
             loader: The loader.
@@ -467,7 +467,7 @@ def _current(loader: Any) -> BatchInfo | None:
 
 
 def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
-    """Return a single `BatchInfo` for a combined batch, given those of its parts.
+    """Merge the `BatchInfo` objects of a combined batch's parts into one.
 
     If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     """

@@ -31,7 +31,7 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Slot for a tensor: the shape and dtype that rank 0 sends first, so that other ranks can allocate the tensor."""
+    """Shape and dtype of a tensor, which rank 0 sends to the other ranks before the data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class DispatchReader:
 
 
 class _Exchange:
-    """Exchange of one iteration's batches: rank 0 reads and sends them, and the other ranks receive them."""
+    """Transfer of batches from rank 0, which reads them, to the other ranks."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

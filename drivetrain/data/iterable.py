@@ -121,10 +121,10 @@ class BatchedStream(IterableDataset[Record]):
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield samples from an iterator. The global random generators are seeded before each, by its position."""
     position = 0
     held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
     while True:
+        # Seeded by position, so that a sample's random numbers do not depend on earlier draws.
         seed_all_generators(sample_seed(seed, position, 0))
         held.extend(islice(samples, 1))
         if not held:
@@ -258,7 +258,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each worker drops to reach a position. Return the number of steps left to skip."""
+        """Make each worker skip the batches before a position. Return the steps left to skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -279,7 +279,7 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield each batch of this process with its `BatchInfo`, after the first `skipped` batches.
+        """Yield this process's batches, each with its `BatchInfo`, after the skipped ones.
 
         The first of the skipped batches are stored in `head`. One batch is read ahead, so that the last one is known to
         be last.
@@ -513,7 +513,10 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield each batch with its `BatchInfo`, whose index starts at `skipped`. `counted` means that rows are counted."""
+    """Yield each batch with its `BatchInfo`, numbered from `skipped`.
+
+    If `counted` is True, it includes the number of rows.
+    """
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -533,14 +536,17 @@ def _with_infos(
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
-    """Yield the batches of one process from steps, each of which lists a batch or None for every process."""
+    """Yield one process's batches, from steps that hold a batch or None for every process."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Distribute batches over processes. Yield a list for each step, with a batch or None for each process."""
+    """Divide batches among the processes, step by step.
+
+    Yields a list for each step, with a batch or None for each process.
+    """
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps

@@ -177,7 +177,7 @@ class PreparedLoader(DataLoader[Any]):
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
-        """Convert a number of batches per process to batches of the user's loader. None means no limit."""
+        """Convert a limit per process to batches of the user's loader, or None if it has no effect."""
         if limit is None or limit == float("inf"):
             return None
         batches = int(limit) * self._reader.layout.group_size
@@ -246,12 +246,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @tail.setter
     def tail(self, tail: TailPolicy) -> None:
+        """Policy for the end of an epoch, when not every process gets a batch. It can be changed."""
         self._layout = self._layout._replace(tail=TailPolicy(tail))
         self._reader.layout = self._reader.layout._replace(tail=TailPolicy(tail))
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """True for a loader of an `IterableDataset`, whose epoch ends when its stream of samples ends."""
+        """True if the loader reads an `IterableDataset`, so that its epoch ends with the stream."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
@@ -362,7 +363,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
-        """If a position at the end of an epoch was loaded, make the next iteration begin the following epoch.
+        """Begin the next epoch if the position that was loaded is at the end of one.
 
         This has no effect if `set_epoch` or `skip` is called for the finished epoch first. A script that counts batches
         starts the next epoch at such a position, and one that counts epochs is still in the previous one.
@@ -370,7 +371,7 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Keep the next iteration in the epoch of a loaded position, even if it has no batches left.
+        """Stay in the epoch of the position that was loaded, even if no batches are left in it.
 
         Used for scripts that skip batches by themselves.
         """
@@ -397,11 +398,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached(self) -> BatchInfo | None:
-        """The `BatchInfo` of the latest batch, even after the loop has ended. None before the first batch."""
+        """`BatchInfo` of the latest batch, even after the loop. None before the first batch."""
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the position after a given batch, for a checkpoint. Batches that were only read ahead do not count.
+        """Return the loader's position after a given batch, to be stored in a checkpoint.
+
+        Batches that were only read ahead do not count.
 
         Args:
             reached: `BatchInfo` of the batch, or None for the position before the first one.
@@ -463,7 +466,7 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _own_process(self) -> list[int] | None:
-        """Return this process's rank and the number of processes, or None if every position fits all processes."""
+        """Return [rank, world size] if a saved position is valid on this process only, else None."""
         if self.is_shared or not several_processes():
             return None
         state = PartialState()
@@ -480,7 +483,10 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def consumed_batches(self) -> int:
-        """Number of batches that this process has consumed in its current epoch, or skips when it resumes one."""
+        """Number of batches that this process has consumed in the current epoch.
+
+        Batches that are skipped when an epoch is resumed count as well.
+        """
         if self._expects_next:
             return 0
         if self._resume is not None:

@@ -273,7 +273,10 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read an epoch's first batches again, as padding for its last ones. Return them with their row counts."""
+        """Read an epoch's first batches again, to pad its last ones.
+
+        Returns pairs of a batch and its number of rows.
+        """
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -298,7 +301,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Open an epoch without using the global random state, so that the sampler repeats the order of `start`.
+        """Open an epoch with a private random state, so that the sampler repeats a known order.
 
         Return a function to call at the end, and the epoch's first samples if the position is after them.
         """
@@ -344,7 +347,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Indices that this process requests from a DataLoader, computed from a sampler's batches.
+    """Converter from a sampler's batches to the indices that this process reads.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
@@ -364,7 +367,10 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Yield the indices that this process requests, made from a sampler's batches. Fills `infos` as well."""
+        """Yield the indices that this process reads, from the batches of a sampler.
+
+        Appends the `BatchInfo` of each batch to `infos`.
+        """
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched

@@ -286,7 +286,7 @@ class IndexOrder:
 
     @property
     def draws_at_once(self) -> bool:
-        """True if the sampler draws all its random numbers before it gives an index, as `RandomSampler` does."""
+        """True if the sampler draws all random numbers before its first index, as `RandomSampler` does."""
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE
@@ -305,9 +305,11 @@ class IndexOrder:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the sampler's length, to recognize the last batch. None if one batch must be read ahead instead.
+        """Return the sampler's length if the last batch is recognized by it, otherwise None.
 
-        Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
+        Otherwise one batch is read ahead. With some samplers, this would draw from the global generators earlier than
+        torch's
+        DataLoader does.
         """
         if self.draws_at_once or self._length_is_wrong:
             return None
@@ -317,7 +319,10 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Warn if an epoch had more or fewer batches than its sampler's length, and ignore this length from then on."""
+        """Warn if an epoch did not have as many batches as its sampler's length says.
+
+        The length is ignored from then on.
+        """
         if batches and not was_last:
             logger.warning_once(
                 "%s has a length of %d batches, but returned %d, so the last batch of this epoch was not recognised as "
@@ -338,9 +343,11 @@ class IndexOrder:
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Return index batches after a resume position, the epoch's first indices, and the number of skipped samples.
+        """Return the index batches that are left when an epoch is resumed.
 
-        Samplers with random access do not compute the skipped indices.
+        Also returns the epoch's first indices and the number of skipped samples. Samplers with random access do not
+        compute
+        the skipped indices.
         """
         if self.batched and not self.regular:
             return _skip_batches(iterator, position, keep)

@@ -136,7 +136,7 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Set the batch that follows. It is copied to the device as soon as the present batch is used."""
+        """Set the following batch, whose copy to the device starts when this batch is used."""
         self._following = following
 
     def send(self) -> None:

@@ -54,7 +54,7 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """True if processes with equally long loaders always get equally many batches."""
+        """True if equally long loaders give every process equally many batches."""
         ...
 
     @property
@@ -166,7 +166,7 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Find the number of rows of each batch, and yield the batch with its completed `BatchInfo`.
+    """Count the rows of each batch, and complete its `BatchInfo`.
 
     A padding batch without countable rows counts as one row.
     """

@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """First samples of an epoch, which are needed again as padding for its last batches.
+    """First samples of an epoch, which pad its last batches.
 
     Attributes:
         samples: The samples.
@@ -242,7 +242,7 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Group items into steps of one item per process. `layout.drop_last` leaves out a short last group."""
+    """Group items, such as batches, into steps of one item per process."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -256,7 +256,10 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Build the batch of one process from its `Share` of rows. Padding comes from the epoch's first batches."""
+    """Build the batch of one process from its share of a step's rows.
+
+    Padding rows come from the epoch's first batches.
+    """
     # A batch of padding only is the first batch of the epoch.
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
@@ -278,7 +281,7 @@ def share_of_batches(
 
 
 class OtherForm(Exception):
-    """Error for batches that cannot be joined row by row, because their shapes, keys or lengths differ."""
+    """Error for batches that cannot be joined row by row, for example because keys differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
@@ -329,7 +332,10 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
-    """Return True if lists in batches hold one value per row, as labels do, and not the fields of a batch."""
+    """Return True if lists in batches hold one value per row, as labels do.
+
+    Otherwise their items are the fields of a batch.
+    """
     if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
         return False
     if len(set(counts)) > 1:  # the number of parts would not change with the number of rows
@@ -353,7 +359,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Fill short batches up to `size` rows by repeating rows, since some devices compile for each batch size."""
+    """Pad short batches to full size by repeating rows, for devices that compile per batch size."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -392,7 +398,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches, and raise an error unless the data of all processes ends with the same step.
+    """Yield batches, and raise an error if the data of some processes ends before the others'.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.

@@ -111,7 +111,7 @@ class LocalRanks:
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return failed ranks whose work other ranks can take over, so that the run continues without them.
+        """Return the failed ranks whose work the other ranks can take over.
 
         A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
         """
@@ -150,7 +150,10 @@ class LocalRanks:
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """Return the failures of this machine's ranks, without those of ranks that the launcher itself stopped."""
+        """Return the failures of this machine's ranks, except of those that the launcher stopped.
+
+        If `with_lost` is False, ranks whose work others take over are left out.
+        """
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
@@ -277,7 +280,7 @@ _FAREWELL = 3.0  # seconds that the machine with the store waits for the others 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Return the highest `attempts` (restarts) and `failures` of all machines, which exchange their counts.
+    """Exchange the numbers of restarts and failures between machines. Return the highest ones.
 
     A machine that joins the run later thus continues the counts of the others. Waits for all machines.
     """
@@ -304,7 +307,7 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Tell the other machines that the ranks of this one have ended, and with which failure, if any."""
+        """Report to the other machines that this machine's ranks have ended, and their failure."""
         self._write(f"failed/{self._machine}", failure.to_json() if failure is not None else "")
         self._write("failed")
 
@@ -400,7 +403,6 @@ class Peers:
         return [f"{self._prefix}/{what}/{machine}" for machine in range(self._machines)]
 
     def _has(self, keys: list[str]) -> bool:
-        """Return True if the store has all of these keys. False with a single machine, or if the store is gone."""
         try:
             return self._machines > 1 and bool(self._store.check(keys))
         except RuntimeError:
@@ -653,7 +655,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait until preempted ranks have saved. The result tells torch elastic to end or restart the run."""
+        """Wait until preempted ranks have saved. Return whether the run ends or restarts."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
@@ -675,7 +677,7 @@ class RankAgent(LocalElasticAgent):
         return self._give_up()
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
-        """Wait until the ranks have saved their state and exited. If one crashes instead, stop the others."""
+        """Wait until ranks that got a signal have saved and exited. If one crashes, stop the others."""
         ranks = self.ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):

@@ -507,11 +507,10 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
-    """Return the launch plan for a Ray cluster. It names the CPU until the cluster's devices are known."""
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
-    return LaunchPlan(options.num_processes or 1, "cpu", variables)
+    return LaunchPlan(options.num_processes or 1, "cpu", variables)  # the cluster's devices are not known yet
 
 
 def _processes(options: LaunchOptions, plan: LaunchPlan) -> list[tuple[str, str, str]]:

@@ -308,7 +308,7 @@ def stop_at_start_of_processes() -> None:
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Context manager in which new child processes of multiprocessing do not import the user's script."""
+    """Keep new child processes from importing the user's script while the `with` block runs."""
     main = sys.modules["__main__"]
     # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
     sys.modules["__main__"] = ModuleType("__main__")
@@ -417,7 +417,7 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait until all processes have run the function, and return its value from the first process.
+        """Wait for all processes, and return the function's value in the first one.
 
         After a failure, the other processes are terminated.
 

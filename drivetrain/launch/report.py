@@ -166,7 +166,7 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Tell the user `what` happened and that the same command resumes the run. Return the exit code."""
+    """Tell the user how to resume a stopped run, and return the exit code that says so."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 

@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Progress of one rank: its last sign and when it came, to measure for how long the rank is idle."""
+    """Last sign of progress of one rank, and the time since when the rank has been idle."""
 
     pid: int
     path: str
@@ -154,7 +154,6 @@ class Watchdog:
         )
 
     def _waits(self, local: int, report: RankReport) -> bool:
-        """Return True if a rank certainly waits in a collective, False if it may still compute there."""
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
         # On accelerators, CPU time does not count, and a forward or backward may still be computing.

@@ -166,7 +166,7 @@ class Duration:
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Return the part of a run's length that this fraction stands for: 10 % of 50 epochs are 5 epochs.
+        """Apply this fraction to the length of a run: 10 % of 50 epochs is 5 epochs.
 
         Args:
             whole: Length of the run.

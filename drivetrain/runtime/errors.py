@@ -36,7 +36,7 @@ class DrivetrainError(Exception):
 
     @property
     def message(self) -> str:
-        """Text of the exception, to be quoted in another message."""
+        """The exception's text, as `str(error)` returns it."""
         return str(self)
 
     def _render_traceback_(self) -> list[str]:
@@ -306,7 +306,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class whose instances pickle as their constructor arguments, so that unpickling makes a new instance."""
+    """Base class of objects that are pickled as their constructor's arguments."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -98,7 +98,7 @@ class Collector(logging.Handler):
 
 
 def collect(text: str) -> None:
-    """Pass a line that is printed instead of logged to all collectors, such as that of the run report."""
+    """Pass a printed line to the log collectors, such as that of the run report."""
     for handler in _RUN.handlers:
         if isinstance(handler, Collector):
             handler.add_line(text)

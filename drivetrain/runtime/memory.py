@@ -262,7 +262,11 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start copying a batch's results to the CPU. Return the block's results if it is full, else an empty list."""
+        """Start copying a batch's results to the CPU.
+
+        Returns the results of the whole block if it is full, otherwise an empty list. `cut` is applied to them on the
+        CPU.
+        """
         own: set[torch.device] = set()
 
         def measure(leaf: Tensor) -> Tensor:

@@ -17,34 +17,40 @@ class Observer:
     """True to leave models that are built on the meta device there, without values, when they are prepared."""
 
     def command_line(self, arguments: Sequence[str] | None) -> Sequence[str] | None:
-        """Return the arguments that a script's `TrainerCLI` parses, in place of `arguments`. None are the process's."""
+        """Replace the command-line arguments of a script that uses `TrainerCLI`.
+
+        None stands for the arguments of this process.
+        """
         return arguments
 
     def strategy(self) -> Any:
-        """Return a strategy in place of the one that the script and the launcher choose, or None to keep it."""
+        """Choose the strategy of the observed run, or return None to keep the script's choice."""
         return None
 
     def precision(self) -> str | None:
-        """Return the name of a precision in place of the chosen one, or None to keep it."""
+        """Choose the precision of the observed run by name, or return None to keep the script's choice."""
         return None
 
     def processes(self, count: int) -> int:
-        """Return how many processes share each step's batches. Prepared schedulers step this many times."""
+        """Return the number of processes that share each step's batches, by default `count`.
+
+        Prepared schedulers step this many times.
+        """
         return count
 
     def loader(self, loader: Any) -> Any:
-        """Return the loader to prepare in place of the script's own, before it is divided over processes."""
+        """Replace a loader of the observed script, before it is divided among processes."""
         return loader
 
     def model(self, model: Any) -> None:
-        """Inspect a model after it was prepared. The default does nothing."""
+        """Inspect a model of the observed script after it has been prepared. Does nothing by default."""
 
     def batches(self, loader: Any, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over a prepared loader's batches, each with its `BatchInfo`, in place of `pairs`."""
+        """Replace the iterator over a prepared loader's batches, given as (batch, `BatchInfo`) pairs."""
         return pairs
 
     def hooks(self, hooks: Any, step: Any, precision: Any, prepared: Any) -> Any:
-        """Return the `StepHooks` of all later optimizer steps, in place of `hooks`.
+        """Replace the `StepHooks` that are called in every optimizer step of the run.
 
         Args:
             hooks: The hooks of the Trainer, or empty ones.
@@ -55,18 +61,18 @@ class Observer:
         return hooks
 
     def before_clipping(self) -> None:
-        """Inspect the complete gradients before the script clips them. The default does nothing."""
+        """Inspect the gradients of a step before they are clipped. Does nothing by default."""
 
     def trackers(self, trackers: list[Any]) -> list[Any]:
-        """Return the experiment trackers of a run, in place of those that the script chose."""
+        """Replace the experiment trackers that the observed script has chosen."""
         return trackers
 
     def directory(self, path: str) -> str:
-        """Return the directory for the output of a run, such as checkpoints, in place of `path`."""
+        """Replace the directory for the run's output, such as that for its checkpoints."""
         return path
 
     def saved_in(self, path: str) -> str:
-        """Return the directory to load a checkpoint from, if `directory` redirected its save."""
+        """Return where a checkpoint that was saved to `path` is, if `directory` redirected the save."""
         return path
 
 
@@ -74,10 +80,8 @@ current: Observer | None = None
 
 
 def observed(trackers: list[Any]) -> list[Any]:
-    """Return the experiment trackers of a run, or those that the observer puts in their place."""
     return trackers if current is None else current.trackers(trackers)
 
 
 def leaves_empty() -> bool:
-    """Return True if an observer asks strategies to leave models on the meta device, without values."""
     return current is not None and current.leaves_empty

@@ -461,7 +461,7 @@ class EpochStart:
         return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
-        """Return rank 0's state, broadcast to all processes, so that all of them draw the same sample order."""
+        """Return rank 0's random state on all processes, so that they draw the same sample order."""
         agreed: EpochStart = broadcast_object_list([self])[0]
         return agreed
 
@@ -510,7 +510,7 @@ class SeparateDraws:
             outside.restore()
 
     def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, such as batches, that are fetched under the private random state, not the global one."""
+        """Yield items of an iterator that draws its random numbers from the private state."""
         self._draws_later = True
         return self._iterate(items)
 
@@ -527,7 +527,7 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global random generators as if the sample order had been drawn from them.
+        """Advance the global random generators as if they had drawn the sample order.
 
         A generator that other code has used in between keeps its own state. The method is called after the first items
         are drawn, and again at the end. The second call advances only generators that nothing else has used in between.

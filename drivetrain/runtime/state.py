@@ -159,7 +159,7 @@ class PartialState:
         self.environment, self.kind, self.device = environment, kind, chosen
 
     def move_to(self, kind: DeviceKind, device: torch.device) -> None:
-        """Run on another device from now on, in a process without a process group.
+        """Switch this process to another device. It must not belong to a process group.
 
         Each Trainer and Accelerator of a process may have a device of its own. A Trainer selects it when it runs.
 
@@ -513,7 +513,7 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Return an environment with the rank and world size of the process group that the script has made, if any."""
+    """Take the rank and world size from a process group that the script has already made."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -86,19 +86,23 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Record in the store that this process starts a call that all processes make. None in a single process.
+        """Announce to the other processes that this one has started a collective call.
 
-        Later calls wait up to `patience` seconds for processes that have not started it.
+        Returns None in a single process. Later calls wait up to `patience` seconds for processes that have not started
+        it.
         """
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
     def fail(self, error: BaseException) -> None:
-        """Report to the other processes that the call failed here, so that they raise an error instead of waiting."""
+        """Report an error in the call, so that the other processes raise one instead of waiting."""
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for all processes. Return True if none ran out of memory. `here` is this process's own result."""
+        """Wait until the call has ended on all processes. Return True if none ran out of memory.
+
+        `here` is True if this process had enough memory.
+        """
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

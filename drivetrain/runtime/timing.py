@@ -109,7 +109,10 @@ class Timing:
 
     @property
     def inferred(self) -> float:
-        """Fraction of the total time that was not timed in detail. Its split by part is estimated from other steps."""
+        """Fraction of the run's time that was not timed in detail.
+
+        Its split by part is estimated from other steps.
+        """
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
@@ -138,7 +141,9 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Context manager around a training run: time its parts, after resetting earlier measurements.
+        """Measure the time of a training run, part by part, while the `with` block runs.
+
+        Earlier measurements are discarded.
 
         Args:
             sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
@@ -155,7 +160,7 @@ class Timing:
             self.on = self._runs = False
 
     def enter(self, part: int) -> int:
-        """Stop the clock of the current part of the run and start that of `part`. Return the previous part.
+        """Switch the clock to another part of the training run, and return the previous part.
 
         Args:
             part: One of the part numbers, such as `FORWARD`.
@@ -215,7 +220,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Turn timing on or off for the next training steps. Return the batch count of the next call.
+        """Decide whether the next training steps are timed. Return when to decide again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -245,7 +250,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Record the batch count at a run's start. Return the batch count at which to call `turn` first.
+        """Start counting a run's batches. Return the count at which to call `turn` first.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -274,14 +279,14 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return n: timing one of n batches costs at most 0.1 % of the training time."""
+        """Return n such that timing one of n batches costs at most 0.1 % of the training time."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
         return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
-        """Register a hook on the loss, so that waiting for other processes at the end of backward is timed.
+        """Time the wait for other processes at the end of a backward pass, by a hook on the loss.
 
         Args:
             loss: The tensor on which `backward` is called.

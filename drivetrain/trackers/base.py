@@ -557,7 +557,7 @@ class Losses:
             self._given += values
 
     def count_lost(self, values: int, error: BaseException | str, advice: str = "") -> None:
-        """Count values that could not be written. A warning is logged when a cause occurs for the first time."""
+        """Count logged values that could not be written. Warns once for each cause."""
         cause = self.secrets.in_text(error if isinstance(error, str) else first_line(error))
         # Messages that differ only in numbers or addresses count as one cause.
         kind = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)

@@ -265,7 +265,10 @@ def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
 
 
 def _cut_table(path: Path, columns: list[str], limit: int) -> int:
-    """Cut a CSV file to the rows and columns from which a resumed run continues. Return the number of rows."""
+    """Cut a CSV file to the rows and columns that a resumed run continues.
+
+    Returns the number of rows.
+    """
     if not columns:
         path.unlink(missing_ok=True)
         return 0

@@ -382,7 +382,7 @@ class BackgroundTracker(Tracker):
         return taken
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Execute a call on the background thread and wait for its result. None if it fails or takes too long."""
+        """Run a call on the tracker's thread. Return its result, or None if it fails or takes too long."""
         found: list[Any] = []
         done = threading.Event()
 

@@ -107,7 +107,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the lanes of a run's folder, which are the performance samples of each rank, such as speed over time.
+    """Read the performance samples of all ranks, such as speed over time, from a run's folder.
 
     Return a dict from rank to a description of its machine and its samples in order of time.
     """

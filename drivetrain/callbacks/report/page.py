@@ -126,7 +126,7 @@ def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
 
 @cache
 def _shell() -> tuple[bytes, bytes]:
-    """Return the HTML before and after a page's content, including styles and scripts, so that one file suffices."""
+    """Return the HTML before and after the content of a report page, with styles and scripts."""
 
     def own(*names: str) -> str:
         return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
@@ -410,7 +410,7 @@ def _figures(run: RunPage) -> Rows:
 
 
 def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """Return how a run's time was spent, such as on forward passes: label, percentage and color of each part."""
+    """Return the percentage of time that a run spent in each activity, such as forward passes."""
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
         return []
@@ -718,7 +718,7 @@ Images = Mapping[str, Mapping[float, Sequence[bytes]]]
 
 @dataclass
 class LoggedTable:
-    """Table that a run has logged, as far as its page shows it.
+    """Table that a run has logged, of which the report page shows the first rows.
 
     Attributes:
         name: The name of the table.
@@ -818,7 +818,7 @@ def _figure(name: str, steps: Mapping[float, Sequence[bytes]]) -> Markup:
 
 
 def table_parts(tables: Sequence[LoggedTable]) -> Iterator[dict[str, Any]]:
-    """Yield logged tables in the form in which a page shows tables."""
+    """Convert logged tables to the dicts from which the report page is rendered."""
     for table in tables:
         width = min(len(table.columns), _MOST_COLUMNS)
         styles = [

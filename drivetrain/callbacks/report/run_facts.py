@@ -137,7 +137,7 @@ def _model(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 
 def _data(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the sizes of the training and validation data. Several loaders have a list of sizes.
+    """Return the sizes of a run's training and validation data, such as samples and batches.
 
     `batches` counts the batches of one process.
     """

@@ -173,7 +173,7 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sessions before this one of a resumed run (times and outcomes), from its earlier `run.json`."""
+    """Return the times and outcomes of a resumed run's earlier sessions, from its `run.json`."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}

@@ -52,7 +52,10 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the launch settings in another launcher's variables, without values that it always writes."""
+    """Return the launch settings in the environment variables of another launcher.
+
+    Values that it writes in every launch are left out.
+    """
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -70,7 +73,7 @@ def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
-    """Drop the FSDP sharding setting that does not belong to the given FSDP version.
+    """Remove the sharding setting that belongs to the other version of FSDP.
 
     The other launcher always sets one for each version.
     """
@@ -148,7 +151,7 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Converter from the keys of a configuration file to launch settings."""
+    """Reader of a configuration file, which converts its keys to launch settings."""
 
     def __init__(self, where: str) -> None:
         self.found: dict[str, Any] = {}
@@ -182,7 +185,7 @@ class _Reader:
             )
 
     def settle(self) -> None:
-        """Add the settings that follow from several keys of a file. Called after all keys have been read."""
+        """Add the settings that follow from several keys, after the whole file has been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")
