@@ -112,7 +112,7 @@ def has_rows(values: Any, rows: int | None) -> bool:
     return isinstance(values, (list, tuple)) and len(values) == rows
 
 
-def gathered(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
+def gather_samples(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
     """Collect the predictions of all processes on the main process, by dataloader."""
     kept: dict[tuple[int, int, int], Part] = {}
     for block in gather_on_main(blocks):
@@ -395,10 +395,10 @@ class EvaluationGather(Callback):
             None if targets is None else real_rows(targets, rows, keep, "targets"),
         )
         shard = trainer.strategy.topology.data_shard.index
-        part = Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep))
+        part = Part(dataloader_idx, batch_idx, shard, kept, self._other_outputs(outputs, predictions, keep))
         self._blocks.append(self._leaving.add(part))
 
-    def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
+    def _other_outputs(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}  # such as sample IDs
@@ -435,7 +435,7 @@ class EvaluationGather(Callback):
     def _finish(self, trainer: Trainer, task: Task, stage: str) -> None:
         if self._leaving is None:
             return
-        loaders = gathered([*filter(None, self._blocks), self._leaving.take()])
+        loaders = gather_samples([*filter(None, self._blocks), self._leaving.take()])
         self._leave()
 
         def evaluate() -> dict[str, float]:

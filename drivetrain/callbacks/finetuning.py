@@ -216,7 +216,7 @@ class BaseFinetuning(Callback):
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         if self._restored:
             self._restored = False
-            self._add_again(trainer)
+            self._restore_groups(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         self._restored = False  # after a rollback the optimizers still have their groups
@@ -233,11 +233,11 @@ class BaseFinetuning(Callback):
             own = range(count - len(self._added.get(number, ())), count)
             # A rate that `finetune_function` set by hand becomes the new base of the group's schedule.
             changed = [each for each in own if float(groups[each]["lr"]) != rates[each]]
-            self._schedule(trainer, optimizer, changed)
-            self._record(trainer, number, count)
+            self._schedule_groups(trainer, optimizer, changed)
+            self._record_groups(trainer, number, count)
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
-    def _record(self, trainer: Trainer, number: int, first: int) -> None:
+    def _record_groups(self, trainer: Trainer, number: int, first: int) -> None:
         """Record parameter groups that were added to an optimizer, to store them in checkpoints."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
@@ -246,7 +246,7 @@ class BaseFinetuning(Callback):
             self._added.setdefault(number, []).append({**group, "params": params})
 
     @staticmethod
-    def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
+    def _schedule_groups(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
         """Include new parameter groups of an optimizer in its learning rate schedulers."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
@@ -254,7 +254,7 @@ class BaseFinetuning(Callback):
                 for number in changed:
                     follow_group_rate(config.scheduler, number)
 
-    def _add_again(self, trainer: Trainer) -> None:
+    def _restore_groups(self, trainer: Trainer) -> None:
         """Add the saved run's extra parameter groups again, so that optimizer states can be loaded."""
         parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
@@ -263,7 +263,7 @@ class BaseFinetuning(Callback):
                     parameters[name].requires_grad = True
                 params = [parameters[name] for name in group["params"]]
                 trainer.optimizers[number].add_param_group({**group, "params": params})
-            self._schedule(trainer, trainer.optimizers[number])
+            self._schedule_groups(trainer, trainer.optimizers[number])
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
 

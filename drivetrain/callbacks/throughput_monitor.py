@@ -109,7 +109,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((fast if half else single for chip, fast, single in CHIPS if chip in name), None)
 
 
-class Reading(NamedTuple):
+class Counters(NamedTuple):
     """Counters of this process at one time, such as batches, samples and FLOPs.
 
     Two of them give the rates in between.
@@ -189,8 +189,8 @@ class ThroughputMonitor(Callback):
         self.every = checked_every(every, "ThroughputMonitor")
         self.schedule = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
-        self._readings: deque[Reading] = deque()
-        self._now = Reading()
+        self._readings: deque[Counters] = deque()
+        self._now = Counters()
         self._started = self._paused_at = 0.0
         self._counter: FlopCounterMode | None = None
         self._flops_per_batch: float | None = None
@@ -198,7 +198,7 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         self._log = StepLog("ThroughputMonitor", trainer, self.every).begin()
         self._readings.clear()
-        self._now = Reading()
+        self._now = Counters()
         self._flops_per_batch = self._counter = None
         if self.available_flops is None:
             self.available_flops = peak_flops(trainer.strategy.topology.device, trainer.precision)
@@ -214,7 +214,7 @@ class ThroughputMonitor(Callback):
         samples, lengths = self._samples(trainer, batch), 0 if self.length_fn is None else self.length_fn(batch)
         flops = self._flops(task)
         now = self._now
-        self._now = Reading(0.0, now.batches + 1, now.samples + samples, now.lengths + lengths, now.flops + flops)
+        self._now = Counters(0.0, now.batches + 1, now.samples + samples, now.lengths + lengths, now.flops + flops)
         if self._now.batches == 2:  # the first two batches are warm-up
             _synchronize(trainer)
             self._started = perf_counter()

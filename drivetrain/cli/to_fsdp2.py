@@ -94,7 +94,7 @@ def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         changes.append(f"{key}: {old[key]} -> fsdp_reshard_after_forward: {str(resharding).lower()}")
     result = {**config, "fsdp_config": new}
     if strategy is not None and strategy.startswith("HYBRID"):
-        result["parallelism_config"], change = _hybrid(config)
+        result["parallelism_config"], change = _hybrid_mesh(config)
         changes.append(change)
     return result, changes
 
@@ -126,7 +126,7 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
-def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _hybrid_mesh(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Translate HYBRID_SHARD of FSDP 1 to device mesh sizes, with a text about the change.
 
     Parameters are sharded within a machine and replicated between machines.

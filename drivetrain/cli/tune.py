@@ -56,9 +56,9 @@ def tune(given: tuple[str, ...]) -> int:
     drivetrain tune train.py --lr 0.1
     drivetrain tune --num_processes 2 --cpu train.py
     """  # noqa: D301
-    command = _command(given)
+    command = _timing_command(given)
     with tempfile.TemporaryDirectory(prefix="drivetrain_tune_", ignore_cleanup_errors=True) as folder:
-        found = _run(command, Change(), folder)
+        found = _measure(command, Change(), folder)
         if "problem" in found:
             click.echo(f"Nothing could be tried, because the unchanged script failed: {found['problem']}", err=True)
             return 1
@@ -66,14 +66,14 @@ def tune(given: tuple[str, ...]) -> int:
         results = []
         with click.progressbar([*changes, Change()], label="Trying changes", file=sys.stderr) as bar:
             for change in bar:
-                results.append(_run(command, change, folder))
+                results.append(_measure(command, change, folder))
     again = results.pop()  # a second baseline: other load during the first one would make every change look faster
     base = min(found["seconds"], again.get("seconds", found["seconds"]))
     click.echo(_table(base, list(zip(changes, results, strict=True))))
     return 0
 
 
-def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def _timing_command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return the command that times a user's script, in two parts.
 
     The path of the trial's JSON file belongs between them.
@@ -90,7 +90,7 @@ def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
     return [sys.executable, *launcher, "-m", "drivetrain.cli.tune_trial"], [parsed["script"], *parsed["args"]]
 
 
-def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
+def _measure(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
     """Run the user's script with one change, and measure its training steps.
 
     Returns a dict with the `seconds` per step, or with a `problem`.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.data.batch_info import BatchInfo
-from drivetrain.data.iterable import Pair, own_pairs, share_pairs, whole_batches
+from drivetrain.data.iterable import Pair, distribute_pairs, pairs_of_process, whole_batches
 from drivetrain.data.order import Position
 from drivetrain.data.reader import Opened, Reader, do_nothing, last_rows
 from drivetrain.data.sharding import Layout, check_same_stream
@@ -61,8 +61,8 @@ class DispatchReader:
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         if not dist.is_initialized():  # no other processes, although the layout has several shards
             opened = self._own_reader().open(epoch, position, limit)
-            steps = share_pairs(opened.pairs, self.layout, opened.head)
-            pairs = own_pairs(steps, self.layout.shard.index)
+            steps = distribute_pairs(opened.pairs, self.layout, opened.head)
+            pairs = pairs_of_process(steps, self.layout.shard.index)
             return opened._replace(pairs=pairs)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
@@ -80,7 +80,7 @@ class DispatchReader:
             raise
         broadcast_object_list([opened.start])
         self._compare(lambda: getattr(self._own_reader(), "begins_with", None))
-        steps = share_pairs(opened.pairs, self.layout, opened.head)
+        steps = distribute_pairs(opened.pairs, self.layout, opened.head)
         return opened._replace(pairs=exchange.send(steps))
 
     def restart(self) -> None:

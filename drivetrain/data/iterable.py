@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
-from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
+from drivetrain.data.reader import Opened, begun, count_rows, do_nothing, last_rows, rebuilt, smallest_known, up_to
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import (
     Layout,
     check_same_stream,
     digest_of,
-    grouped,
+    group_into_steps,
     plan_share,
     shard_batches,
     share_of_batches,
@@ -100,7 +100,7 @@ class BatchedStream(IterableDataset[Record]):
 
     def _records(self, samples: Iterator[Any], seed: int | None) -> Iterator[Record]:
         if seed is not None:
-            samples = _seeded(samples, seed)
+            samples = _seed_each_sample(samples, seed)
         size = self.batch_size or 1
         held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
         worker = get_worker_info()
@@ -120,7 +120,7 @@ class BatchedStream(IterableDataset[Record]):
             yield Record(held.pop(), info.rows or 0, info.padding, info.global_rows or 0, digest)
 
 
-def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
+def _seed_each_sample(samples: Iterator[Any], seed: int) -> Iterator[Any]:
     position = 0
     held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
     while True:
@@ -254,7 +254,7 @@ class StreamReader:
         head: list[tuple[Any, int | None]] = []
         pairs = self._pairs(records, position, skipped, limit, head)
         if self.finds_rows:
-            pairs = with_rows_found(pairs, alone=not self._sharded)
+            pairs = count_rows(pairs, alone=not self._sharded)
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
@@ -379,7 +379,7 @@ class ReadyBatchesReader:
         self._has_begun = True
         pairs = _with_infos(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
         if shared:
-            pairs = own_pairs(share_pairs(pairs, self.layout, head), self.layout.shard.index)
+            pairs = pairs_of_process(distribute_pairs(pairs, self.layout, head), self.layout.shard.index)
         return Opened(pairs, start, close, own.after, head)
 
     def restart(self) -> None: ...
@@ -535,12 +535,12 @@ def _with_infos(
     )
 
 
-def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
+def pairs_of_process(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
     """Yield one process's batches, from steps that hold a batch or None for every process."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
-def share_pairs(
+def distribute_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
     """Divide batches among the processes, step by step.
@@ -577,7 +577,7 @@ def _steps(
     head: list[Any] = []
     head_sizes: list[int] = []
     index = None
-    groups = grouped(pairs, layout)
+    groups = group_into_steps(pairs, layout)
     for group, final in with_last(groups) if layout.drop_last else ((each, False) for each in groups):
         batches = [batch for batch, _ in group]
         infos = [info for _, info in group]

@@ -13,7 +13,7 @@ from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
 from drivetrain.data.reader import Opened, Reader
-from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
+from drivetrain.data.sharding import Layout, check_common_end, pad_short_batches, with_rows_of_all
 from drivetrain.runtime import observer
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, deprecated
 from drivetrain.runtime.logging import get_logger
@@ -128,12 +128,12 @@ class PreparedLoader(DataLoader[Any]):
         if together and several_processes():
             pairs = opened.pairs
             if not self._reader.ends_alike:
-                pairs = ending_together(pairs)
+                pairs = check_common_end(pairs)
             if self._reader.finds_rows and self._layout.shard.count > 1:
                 pairs = with_rows_of_all(pairs, self._layout.shard.count)
             opened = opened._replace(pairs=pairs)
         if self._fill:
-            opened = opened._replace(pairs=filled(opened.pairs, getattr(self.loader, "batch_size", None)))
+            opened = opened._replace(pairs=pad_short_batches(opened.pairs, getattr(self.loader, "batch_size", None)))
         if observer.current is not None:
             opened = opened._replace(pairs=observer.current.batches(self, opened.pairs))
         self._start, self._own_state = opened.start, opened.own_state

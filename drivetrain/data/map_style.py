@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
-from drivetrain.data.reader import Opened, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
+from drivetrain.data.reader import Opened, count_rows, do_nothing, last_rows, rebuilt, smallest_known, up_to
 from drivetrain.data.seeding import SeededBatches, ShowUsersDataset, as_is, is_deterministic, is_deterministic_collate
 from drivetrain.data.sharding import Head, Layout, check_same_dataset, shard_batches
 from drivetrain.runtime.collectives import gather_object
@@ -246,7 +246,7 @@ class MapReader:
 
             def begin() -> Iterator[Any]:
                 batches = up_to(order.batches(order.plain_iterator()), limit)
-                return requests.made_from(batches, infos, epoch, length=length)
+                return requests.indices_of_process(batches, infos, epoch, length=length)
 
             self._stream.begin = begin
             # torch draws a seed from this generator when it starts workers.
@@ -260,26 +260,28 @@ class MapReader:
             if check and not self._compared:
                 check_same_dataset(self._loader.dataset)
                 self._compared = True
-            close, first = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
+            close, first = self._open_with_private_state(
+                requests, infos, epoch, position, start, limit, follow=follow, check=check
+            )
             if first is not None and self._keep:
-                head = self._batches_of(first, requests, epoch)
+                head = self._read_padding(first, requests, epoch)
         batches = iter(self._inner)
         self._stream.begin = _nothing
         self._workers_are_there = self._loader.num_workers > 0 and self._loader.persistent_workers
         # Not zip, which keeps a reference to its latest tuple.
         pairs: Iterator[tuple[Any, BatchInfo]] = map(_as_pair, batches, iter(infos.popleft, None))
         if self.finds_rows:
-            pairs = with_rows_found(pairs, alone=not sharded and self._replicas == 1)
+            pairs = count_rows(pairs, alone=not sharded and self._replicas == 1)
         return Opened(pairs, start, close, head=head)
 
-    def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
+    def _read_padding(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
         """Read an epoch's first batches again, to pad its last ones.
 
         Returns pairs of a batch and its number of rows.
         """
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
-        stream.begin = lambda: requests.made_from(batches, deque(), epoch)
+        stream.begin = lambda: requests.indices_of_process(batches, deque(), epoch)
         # A few samples do not need worker processes.
         inner = self._make_inner(stream, **WITHOUT_WORKERS)
         # A new generator, because a DataLoader draws a seed from it.
@@ -289,7 +291,7 @@ class MapReader:
         sizes: Sequence[int | None] = [batch_size_or_none(each) for each in found] if self.finds_rows else head.sizes
         return list(zip(found, sizes, strict=True))
 
-    def _open_apart(
+    def _open_with_private_state(
         self,
         requests: _Requests,
         infos: deque[BatchInfo],
@@ -338,7 +340,7 @@ class MapReader:
         if length is not None:
             length -= before
         index = before // self.layout.group_size
-        indices = requests.made_from(batches, infos, epoch, index, skipped, head, length)
+        indices = requests.indices_of_process(batches, infos, epoch, index, skipped, head, length)
         if draws_later:
             indices = _started(indices)
         separate.settle()
@@ -357,7 +359,7 @@ class _Requests(NamedTuple):
     replicas: int
     seeded: bool
 
-    def made_from(
+    def indices_of_process(
         self,
         batches: Iterator[Any],
         infos: deque[BatchInfo],

@@ -165,7 +165,7 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
     return DataLoader(dataset, **{**options, **changes})
 
 
-def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
+def count_rows(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
     """Count the rows of each batch, and complete its `BatchInfo`.
 
     A padding batch without countable rows counts as one row.

@@ -238,10 +238,10 @@ def padding_samples(samples: Sequence[Item], share: Share) -> list[Item]:
 
 
 def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[Sequence[Item]]]:
-    return grouped((batch if hasattr(batch, "__getitem__") else list(batch) for batch in batches), layout)
+    return group_into_steps((batch if hasattr(batch, "__getitem__") else list(batch) for batch in batches), layout)
 
 
-def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
+def group_into_steps(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
     """Group items, such as batches, into steps of one item per process."""
     size = layout.group_size
     while group := list(islice(items, size)):
@@ -274,13 +274,13 @@ def share_of_batches(
     if own:  # fall back to padding with the batch's own rows; the head still shows which values are columns
         paddings.append([total + number % counts[0] for number in range(share.padding)])
     for padding in paddings:
-        with suppress(OtherForm):
+        with suppress(BatchMismatch):
             return pick_rows(everything, sizes_of_all, real + padding)
     batch, rows = (own[0], counts[0]) if own else (head[0], head_sizes[0])
     return pick_rows([batch], [rows], taken + [number % rows for number in range(share.padding)])
 
 
-class OtherForm(Exception):
+class BatchMismatch(Exception):
     """Error for batches that cannot be joined row by row, for example because keys differ."""
 
 
@@ -292,7 +292,7 @@ def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int
     """
     like = batches[-1]
     if any(type(batch) is not type(like) for batch in batches):
-        raise OtherForm
+        raise BatchMismatch
     if isinstance(like, Tensor | np.ndarray):
         return _rows_of_arrays(batches, counts, picks)
     if isinstance(like, (list, tuple)):
@@ -300,11 +300,11 @@ def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int
             every = [value for batch in batches for value in batch]
             return honor_type(like, [every[pick] for pick in picks])
         if any(len(batch) != len(like) for batch in batches):
-            raise OtherForm
+            raise BatchMismatch
         return honor_type(like, [pick_rows(parts, counts, picks) for parts in zip(*batches, strict=True)])
     if isinstance(like, Mapping):
         if any(batch.keys() != like.keys() for batch in batches):
-            raise OtherForm
+            raise BatchMismatch
         values = {key: pick_rows([batch[key] for batch in batches], counts, picks) for key in like}
         return values if type(like) is dict else type(like)(values)  # type: ignore[call-arg]
     names = field_names(like)
@@ -325,7 +325,7 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
         arrays, counts, picks = [like], [counts[-1]], [pick - before for pick in picks]
     for array, rows in zip(arrays, counts, strict=True):
         if not array.ndim or array.shape[0] != rows or array.shape[1:] != like.shape[1:]:
-            raise OtherForm
+            raise BatchMismatch
     if isinstance(like, Tensor):
         return torch.cat(list(arrays))[torch.tensor(picks, dtype=torch.int64, device=like.device)]
     return np.concatenate(arrays)[list(picks)]
@@ -358,7 +358,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 # Batches of equal shape, for devices that compile a graph per shape
 
 
-def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
+def pad_short_batches(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
     """Pad short batches to full size by repeating rows, for devices that compile per batch size."""
     full = size or 0
 
@@ -397,7 +397,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
     return total
 
 
-def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
+def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
     """Yield batches, and raise an error if the data of some processes ends before the others'.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are

@@ -490,7 +490,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
     """Return a text that describes what a launch would start, for `drivetrain launch --dry_run`."""
-    plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
+    plan = _plan_for_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines
     on_machines = f" on {options.num_machines} machines" if options.max_machines > 1 else ""
@@ -506,7 +506,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
     return "\n".join(parts)
 
 
-def _on_ray(options: LaunchOptions) -> LaunchPlan:
+def _plan_for_ray(options: LaunchOptions) -> LaunchPlan:
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)

@@ -295,7 +295,7 @@ class BackgroundTracker(Tracker):
         """
         if self._calls.is_current:
             return self._inner.tracker
-        found: Any = self._ask(lambda: self._inner.tracker, OPEN_SECONDS)
+        found: Any = self._call_and_wait(lambda: self._inner.tracker, OPEN_SECONDS)
         return Absent() if found is None else found
 
     # state
@@ -308,7 +308,7 @@ class BackgroundTracker(Tracker):
         # The thread does not use the tracker yet, so it can be called directly.
         if not (self._was_used or self._is_open):
             return self._inner.state_dict()
-        found = self._ask(self._inner.state_dict, STATE_SECONDS)
+        found = self._call_and_wait(self._inner.state_dict, STATE_SECONDS)
         self._is_behind = found is None
         if found is None:
             logger.warning_once(
@@ -381,7 +381,7 @@ class BackgroundTracker(Tracker):
             self._losses.count_lost(values, "It is slower than the run, so its queue is full.")
         return taken
 
-    def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
+    def _call_and_wait(self, call: Callable[[], Any], seconds: float) -> Any:
         """Run a call on the tracker's thread. Return its result, or None if it fails or takes too long."""
         found: list[Any] = []
         done = threading.Event()

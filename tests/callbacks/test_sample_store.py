@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError, DataError, PartialState
-from drivetrain.callbacks.evaluation_gather import Part, Samples, gathered, real_rows, write_samples, writer_for
+from drivetrain.callbacks.evaluation_gather import Part, Samples, gather_samples, real_rows, write_samples, writer_for
 from tests.pool import run_in_processes
 
 
@@ -28,7 +28,7 @@ def parts_of_rank(batches: list[list[list[int]]], rank: int, shard: int | None =
 
 
 def collect(parts: list[Part]) -> list[Samples]:
-    return gathered([parts[start : start + 64] for start in range(0, len(parts), 64)])
+    return gather_samples([parts[start : start + 64] for start in range(0, len(parts), 64)])
 
 
 def collected(batches: list[list[list[int]]]) -> list[tuple[list[int], list[str]]]:

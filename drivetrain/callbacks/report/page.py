@@ -117,7 +117,7 @@ class PageParts:
 
 
 def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
-    before, after = _shell()
+    before, after = _page_frame()
     title = joined([element("title", parts.title), Markup('<link rel="icon" href="data:,">\n</head>\n<body>')], "\n")
     main = element("main", "\n", joined(_main(parts, charts), "\n"), "\n")
     text = joined([title, _header(parts), main, _footer(), _data(parts, charts)], "\n")
@@ -125,7 +125,7 @@ def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
 
 
 @cache
-def _shell() -> tuple[bytes, bytes]:
+def _page_frame() -> tuple[bytes, bytes]:
     """Return the HTML before and after the content of a report page, with styles and scripts."""
 
     def own(*names: str) -> str:
@@ -335,7 +335,7 @@ def page_of(run: RunPage) -> bytes:
         state=state,
         lines=_lines(run),
         figures=_figures(run),
-        spent=_spent(run.samples),
+        spent=_time_shares(run.samples),
         tables=_tables(run),
         images={**read_images(run.folder), **run.values.images},
         logged=read_tables(run.folder),
@@ -409,7 +409,7 @@ def _figures(run: RunPage) -> Rows:
     return found
 
 
-def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
+def _time_shares(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
     """Return the percentage of time that a run spent in each activity, such as forward passes."""
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
