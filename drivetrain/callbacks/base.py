@@ -440,34 +440,34 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> Verb:
-        """The Trainer method that runs this stage: `fit` for training, `validate` for validation, and so on."""
+        """The Trainer method that runs this stage, such as `fit` for training."""
         return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
     def hook(self) -> str:
-        """The word for this stage in names of hooks. `VALIDATE` gives `"validation"`, as in `on_validation_start`."""
+        """The word for this stage in the names of hooks, such as `"validation"`."""
         return "validation" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def loader(self) -> str:
-        """The word for this stage in names of dataloader methods. `VALIDATE` gives `"val"`, as in `val_dataloader`."""
+        """The word for this stage in the names of dataloader methods, such as `"val"`."""
         return "val" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def step_name(self) -> str:
-        """The name of the task method that processes one batch of this stage, such as `"validation_step"`."""
+        """The name of the task method for a batch of this stage, such as `"validation_step"`."""
         return "training_step" if self is Stage.TRAIN else f"{self.hook}_step"
 
     @property
     def loader_name(self) -> str:
-        """The name of the method that returns this stage's dataloaders, such as `"val_dataloader"`."""
+        """The name of the method that returns the stage's dataloaders, such as `"val_dataloader"`."""
         return f"{self.loader}_dataloader"
 
     @property
     def limit_name(self) -> str:
-        """The name of the Trainer argument that limits this stage's batches, such as `"limit_val_batches"`."""
+        """The name of the argument that limits the stage's batches, such as `"limit_val_batches"`."""
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
-        """Return the name of a callback hook of this stage. For the test stage, `"start"` gives `"on_test_start"`."""
+        """Return the name of a callback hook of this stage, such as `"on_test_start"`."""
         return f"on_{self.hook}_{moment}"

@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class BestK:
-    """List of a run's k checkpoints with the best scores, or of the k newest ones if no metric is monitored."""
+    """Ranking of a run's k best checkpoints, or of its k newest ones without a metric."""
 
     def __init__(self, k: int, mode: str, by_score: bool, tie_mode: str = "min") -> None:
         self.k = k
@@ -49,7 +49,7 @@ class BestK:
 
     @property
     def best(self) -> str:
-        """The path of the best checkpoint, or of the newest one without scores. Empty before the first save."""
+        """The path of the best checkpoint, or of the newest one if no metric is monitored."""
         if not self.by_score:
             return self.newest
         best = ""
@@ -67,11 +67,11 @@ class BestK:
 
     @property
     def worst(self) -> str:
-        """The path of the lowest-ranked checkpoint in the top k, or an empty string if no checkpoint is kept."""
+        """The path of the lowest-ranked checkpoint in the top k, or an empty string."""
         return self._worst_of(self.scores)
 
     def wants(self, score: float | None, tie: float | None = None) -> bool:
-        """Return True if a checkpoint with this score belongs to the best k and should be saved. NaN never does."""
+        """Return True if a checkpoint with this score would be among the best k."""
         if self.k == 0:
             return False
         if not self.by_score:
@@ -84,7 +84,7 @@ class BestK:
         return self._is_ahead(score, float("nan") if tie is None else tie, self.worst)
 
     def displaced(self) -> list[str]:
-        """Return the paths of checkpoints to remove so that one more fits into the top k. Empty if there is room."""
+        """Return the checkpoints to remove so that one more fits into the top k."""
         left, gone = dict(self.scores), []
         while 0 < self.k <= len(left):
             gone.append(self._worst_of(left))
@@ -92,7 +92,7 @@ class BestK:
         return gone
 
     def add(self, path: str, score: float | None, tie: float | None = None) -> list[str]:
-        """Add a checkpoint to the top k. Return the paths of the checkpoints that no longer belong to it."""
+        """Add a checkpoint to the top k, and return the paths of those that drop out."""
         # A checkpoint that is saved again under its name displaces no other.
         gone = [] if path in self.scores else self.displaced()
         # The path itself is removed too, so that it moves to the end of the order of saving.
@@ -118,7 +118,7 @@ class BestK:
 
 
 class CheckpointName:
-    """Template of a checkpoint name, such as `"{epoch}-{val_loss:.3f}"`, to be filled with metric values."""
+    """Template of a checkpoint name, such as `"{epoch}-{val_loss:.3f}"`."""
 
     def __init__(
         self, template: str, insert_names: bool = True, equals: str = "=", missing: float = float("nan")
@@ -177,7 +177,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Create this object from a `ModelCheckpoint` state dict. Raise `CheckpointError` if it is invalid."""
+        """Validate the state dict of a `ModelCheckpoint`, and return it as an object."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -212,14 +212,14 @@ class SavedAccount:
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
-        """Return the names of recorded checkpoints that are symbolic links to a target outside of `directory`."""
+        """Return the recorded checkpoints that are links to a path outside of `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
 
 
 def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
-    """Return the number stored under `key` in a state dict. Raise `CheckpointError` if its type is wrong."""
+    """Return a number from a state dict, or raise `CheckpointError` if its type is wrong."""
     value = state.get(key)
     if value is None and optional:
         return None
@@ -269,17 +269,17 @@ logger = get_logger(__name__)
 
 
 def absolute_directory(path: str | os.PathLike[str]) -> str:
-    """Return a local directory as an absolute path. URLs are returned unchanged."""
+    """Make a local path absolute. URLs are returned unchanged."""
     return storage_of(path)[1]
 
 
 def is_local(path: str) -> bool:
-    """Return True if a path is on a local file system rather than a URL. Only local paths support links."""
+    """Return True if a path is local and not a URL."""
     return isinstance(storage_of(path)[0], LocalStorage)
 
 
 def is_taken(path: str) -> bool:
-    """Return True if something already exists at `path`, so that a new checkpoint needs another name."""
+    """Return True if a file or directory exists at `path`."""
     storage, place = storage_of(path)
     return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
 
@@ -309,7 +309,7 @@ def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: S
 
 
 def is_directory_of(path: str | None, state: SavedAccount) -> bool:
-    """Return True if `path` is the checkpoint directory that `state` names, even after it has been moved.
+    """Return True if `path` is a saved run's checkpoint directory, even if it was moved.
 
     The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
     """
@@ -326,7 +326,7 @@ def is_directory_of(path: str | None, state: SavedAccount) -> bool:
 
 
 def _leads_below(root: str, name: str) -> bool:
-    """Return True if the path `root/name` is inside `root` after symbolic links are resolved."""
+    """Return True if `root/name` is inside `root` after symbolic links are resolved."""
     return os.path.realpath(os.path.join(root, name)).startswith(os.path.realpath(root) + os.sep)
 
 
@@ -344,7 +344,7 @@ def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
 
 
 def link(path: str, target: str) -> None:
-    """Make `path` a relative symbolic link to the checkpoint `target`. Replaces an existing checkpoint or link."""
+    """Make `path` a relative symbolic link to the checkpoint `target`."""
     _check_replaceable(path)
     # The link is created under a temporary name and renamed, so that `path` always leads to a checkpoint.
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{writer_token()}.link")
@@ -360,7 +360,7 @@ def link(path: str, target: str) -> None:
 
 
 def duplicate(path: str, source: str) -> None:
-    """Make `path` a second copy of the checkpoint `source`, with hard links if the file system supports them."""
+    """Make `path` a second copy of a checkpoint, with hard links if possible."""
     _check_replaceable(path)
     storage, token = LocalStorage(), writer_token()
     place, _ = storage.place_for(path, token)
@@ -376,7 +376,7 @@ def duplicate(path: str, source: str) -> None:
 
 
 def _check_replaceable(path: str) -> None:
-    """Raise `CheckpointError` if a save would overwrite something at `path` that is not a checkpoint."""
+    """Raise an error if `path` exists and is not a checkpoint."""
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
@@ -392,7 +392,7 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """Return the oldest checkpoints to delete so that `directory` holds at most `limit`. Needed ones are kept."""
+    """Return the oldest checkpoints to delete so that a directory holds at most `limit`."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
     # Links in `needed` are resolved first, so that the checkpoint that `last` points to is counted as needed.
     found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
@@ -413,7 +413,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 @dataclass
 class CheckpointAccount:
-    """Record of the checkpoints of a `ModelCheckpoint` that exist on disk: the best, the newest and `last`.
+    """Record of a `ModelCheckpoint`'s files: the best, the newest and `last`.
 
     Attributes:
         best: The best checkpoints, or the newest if checkpoints have no scores.
@@ -500,7 +500,7 @@ class CheckpointAccount:
 
 @dataclass
 class Decision:
-    """Paths and score of one checkpoint to save, chosen on the main process and sent to all processes."""
+    """Paths and score of a checkpoint to save, as decided on the main process."""
 
     score: float | None = None
     tie: float | None = None  # decides between equal scores
@@ -574,7 +574,7 @@ def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[s
 
 
 class CheckpointWriter:
-    """Writer of the checkpoints of one `ModelCheckpoint`. It also removes the checkpoints that they replace.
+    """Writer of a `ModelCheckpoint`'s checkpoints, which also removes outdated ones.
 
     All processes call each of its methods.
     """
@@ -598,7 +598,7 @@ class CheckpointWriter:
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Save a checkpoint to the paths in `decision`. With background saving, return before it is on disk.
+        """Save a checkpoint to the paths of a decision, in the background if configured.
 
         Call `settle` before, since only one save may run at a time.
         """
@@ -644,7 +644,7 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Save a checkpoint to `path` and wait until it is on disk. Return False if an error was only logged."""
+        """Save a checkpoint, and wait until it is on disk. Return False if that failed."""
         # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:
@@ -664,7 +664,7 @@ class CheckpointWriter:
         return True
 
     def poll(self, trainer: Trainer) -> None:
-        """Check without waiting whether the background save failed. A failure ends the run on every process."""
+        """Raise the error of a failed background save on all processes, without waiting."""
         flight = self._in_flight
         if flight is None or not flight.pending.failed():
             return
@@ -692,7 +692,10 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Give up the background save after an error has ended the run. If `wait` is True, wait for it first."""
+        """Give up the background save after an error has ended the run.
+
+        If `wait` is True, wait for the save first.
+        """
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -721,7 +724,7 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Follow up a finished save: create `last`, and delete old checkpoints. Return the deleted paths."""
+        """Create `last` after a save, and delete old checkpoints. Return the deleted paths."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)

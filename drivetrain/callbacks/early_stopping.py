@@ -252,7 +252,7 @@ class EarlyStopping(Callback):
         return value
 
     def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
-        """Update the best value, or the count of checks without progress. Return whether to stop, and a message."""
+        """Compare a value with the best one. Return whether to stop training, and a message."""
         reason, message = self._reason_to_stop(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason

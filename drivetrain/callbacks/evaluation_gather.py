@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Predictions and targets of one batch, as sent from the process that computed them to the main process."""
+    """Predictions and targets of one batch, on their way to the main process."""
 
     loader: int
     step: int
@@ -59,7 +59,7 @@ class Samples:
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return a batch's predictions or targets, detached and without rows that only pad the batch."""
+    """Return a batch's predictions or targets without the rows that only pad it."""
     values = as_rows(values)
     if isinstance(values, Tensor) and values.dim() == 0:
         raise DataError(
@@ -85,7 +85,7 @@ def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any
 
 
 def as_rows(values: Any) -> Any:
-    """Return an array as a tensor, or as a list if torch has no such dtype. Other values are returned unchanged."""
+    """Convert an array to a tensor, or to a list if torch has no such dtype."""
     if isinstance(values, Tensor) or not hasattr(values, "__array__"):
         return values
     array = np.asarray(values)
@@ -96,7 +96,7 @@ def as_rows(values: Any) -> Any:
 
 
 def flat_columns(outputs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values of a step's dict by name. Those of a dict in the dict are named `"outer.inner"`."""
+    """Flatten the output dict of a step. Nested values are named `"outer.inner"`."""
     flat: dict[str, Any] = {}
     for key, value in outputs.items():
         if isinstance(value, Mapping):
@@ -127,7 +127,7 @@ def gather_samples(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Join the gathered parts (batches) of one dataloader. Warns about other outputs that only some parts have."""
+    """Join the parts (batches) of one dataloader."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
@@ -137,7 +137,7 @@ def _samples_of(parts: Sequence[Part]) -> Samples:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Concatenate batches of predictions or targets: to a tensor if shapes and dtypes match, else to a list."""
+    """Concatenate batches to a tensor if shapes and dtypes match, else to a list."""
     if any(each is None for each in values):
         return None
     if all(isinstance(each, Tensor) for each in values):
@@ -149,7 +149,7 @@ def joined(values: Sequence[Any]) -> Any:
 
 
 def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
-    """Write predictions and targets to a file. Its extension selects the format, such as `.csv` or `.npz`."""
+    """Write predictions and targets to a file, in the format of its extension."""
     path = Path(path)
     writer = writer_for(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
 
 
 def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
-    """Return the function that writes predictions in the file format of `path`, such as CSV or NPZ."""
+    """Return the function that writes files with the extension of `path`."""
     extension = Path(path).suffix
     if extension not in _WRITERS:
         raise ConfigurationError(
@@ -194,7 +194,7 @@ def _write_npz(samples: Samples, path: Path) -> None:
 
 
 def _array(values: Sequence[Any]) -> Any:
-    """Return an array of texts or numbers with one item per sample, or of objects if the items are anything else."""
+    """Convert a column to a NumPy array, of objects unless all items are plain values."""
     rows = plain(values)
     if all(isinstance(row, (str, bool, int, float)) for row in rows):
         return np.asarray(rows)
@@ -235,7 +235,7 @@ _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
 
 
 def plain(values: Any) -> list[Any]:
-    """Return a column as a list, with Python numbers and lists in place of tensors and arrays."""
+    """Convert a column to a list of Python numbers and lists."""
     listed: Any = recursively_apply(lambda each: each.tolist(), values, test_type=lambda each: hasattr(each, "tolist"))
     return list(listed)
 

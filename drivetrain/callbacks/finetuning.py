@@ -399,7 +399,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _epoch_or_duration(given: int | str | Duration) -> int | Duration:
-    """Convert `unfreeze_backbone_at_epoch` to an epoch number, or to a `Duration` if it is in another unit."""
+    """Convert `unfreeze_backbone_at_epoch` to an epoch number or a `Duration`."""
     if isinstance(given, int):
         return given
     read = interval_of(given, "BackboneFinetuning.unfreeze_backbone_at_epoch")

@@ -69,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
 
     @staticmethod
     def _epoch_of(given: Any) -> Any:
-        """Convert a key of `scheduling` to an epoch number (int) or a fraction of `max_epochs` (float)."""
+        """Convert a key of `scheduling` to an epoch, or to a fraction of `max_epochs`."""
         if not isinstance(given, str | Duration) or (isinstance(given, str) and given.strip().isdigit()):
             return None if isinstance(given, float) else given
         duration = Duration.of(given, "GradientAccumulationScheduler.scheduling")

@@ -410,7 +410,7 @@ class NaNGuard(Guard):
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return a boolean scalar tensor on the device of `like`: True if all elements of the tensors are finite."""
+    """Return a boolean tensor: True if all elements of the tensors are finite."""
     parts = [part for part in map(_local, tensors) if part.numel()]
     # The infinity norm is NaN or infinite if any element is, and needs no boolean copy of the tensor.
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]
@@ -526,7 +526,7 @@ class LossSpikeGuard(Guard):
 
 
 def modified_z_score(value: float, values: Any) -> tuple[float, float]:
-    """Return how many robust standard deviations a value lies above the median of `values`, and the median."""
+    """Return the modified z-score of a value among `values`, and their median."""
     import statistics  # imported late: it loads fractions and decimal
 
     median = statistics.median(values)

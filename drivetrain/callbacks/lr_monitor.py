@@ -184,7 +184,7 @@ class LearningRateMonitor(Callback):
 
 
 class _Rates:
-    """Learning rates of one optimizer's parameter groups, and the names under which they are logged."""
+    """Learning rates of an optimizer's parameter groups, with their names in the log."""
 
     def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name
@@ -218,7 +218,7 @@ class _Rates:
         self._known = names
 
     def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
-        """Return the optimizer's learning rates by log name, and append them to the monitor's history."""
+        """Return the current learning rates by name, and add them to the history."""
         values: dict[str, float] = {}
         for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
             values[name] = rate = float(group["lr"])

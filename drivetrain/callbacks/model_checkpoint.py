@@ -77,7 +77,7 @@ def check_options(
 
 
 class SaveInterval(NamedTuple):
-    """Interval between two saves of a `ModelCheckpoint`, in optimizer steps, epochs, time or another unit.
+    """Interval between two saves of a `ModelCheckpoint`, such as 100 steps.
 
     Attributes:
         steps: The number of optimizer steps between saves, or 0.
@@ -93,7 +93,7 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """Create the save interval from arguments of `ModelCheckpoint`. If none is given, save once per epoch."""
+        """Create the save interval from the arguments of `ModelCheckpoint`."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
@@ -593,7 +593,7 @@ class ModelCheckpoint(Callback):
         return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
 
     def _formatted_filename(self, trainer: Trainer) -> str | None:
-        """Return the name for a new checkpoint, formatted from `filename`. None if no `filename` was given."""
+        """Return the name of a new checkpoint, or None if no `filename` was given."""
         if self.filename is None or self.dirpath is None:
             return None
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)

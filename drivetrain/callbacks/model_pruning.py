@@ -316,7 +316,7 @@ class ModelPruning(Callback):
 
 
 def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
-    """Return the torch pruning method that `pruning_fn` selects, after checking the other arguments."""
+    """Return the torch pruning method that `pruning_fn` selects."""
     if given not in _METHODS if isinstance(given, str) else not callable(given):
         raise ConfigurationError(
             f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a torch pruning "
@@ -343,7 +343,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _resampled(module: nn.Module, name: str) -> Tensor:
-    """Return new random values for one pruned parameter, made by the module's own `reset_parameters`."""
+    """Return new initial values for a pruned parameter."""
     kept = {key: each.detach().clone() for key, each in module._parameters.items() if each is not None}
     value = _parameter((module, name)).detach().clone()
     reset: Any = getattr(module, "reset_parameters", None)
@@ -356,7 +356,7 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """Return the trained parameter of a (module, name) pair: `<name>_orig` if it is pruned, else `<name>`."""
+    """Return the trainable parameter of a (module, name) pair, pruned or not."""
     module, name = target
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None

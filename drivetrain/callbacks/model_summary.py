@@ -42,7 +42,7 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module, state: ModelState | None = None, recurse: bool = True) -> ParameterCount:
-    """Count the parameters of a model. Shared parameters count once, uninitialized lazy parameters not at all."""
+    """Count the parameters of a model. Shared parameters count once."""
     elements = trained = nbytes = 0
     seen: set[int] = set()
     for module in model.modules() if recurse else [model]:
@@ -121,7 +121,7 @@ class ModuleTable:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The rows of the table, one per module. A module comes before its submodules."""
+        """The rows of the summary table, one for each module."""
         modules = dict(_modules(self._model, "", self._max_depth))
         rows = {
             name: Layer(name, self._kind(module), self._count(module).elements, "train" if module.training else "eval")
@@ -137,13 +137,13 @@ class ModuleTable:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """The number of elements of all the model's parameters, and of those that require gradients."""
+        """The numbers of all parameters and of the trainable ones."""
         counted = self._count(self._model)
         return counted.elements, counted.trained
 
     @property
     def other_parameters(self) -> int:
-        """The number of elements of parameters that belong to the model itself, not to any of its submodules."""
+        """The number of parameters that belong to the model itself, not to a submodule."""
         return count_parameters(self._model, self._state, recurse=False).elements
 
     @property
@@ -153,7 +153,7 @@ class ModuleTable:
 
     @property
     def modes(self) -> dict[str, int]:
-        """A dict with the number of submodules in `"train"` mode and in `"eval"` mode."""
+        """The numbers of submodules in train mode and in eval mode, as a dict."""
         inner = [module for module in self._model.modules() if module is not self._model]
         training = sum(module.training for module in inner)
         return {"train": training, "eval": len(inner) - training}
@@ -163,7 +163,7 @@ class ModuleTable:
         return any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters())
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the table as a list of columns, each with a title and cells. Tensor sizes need an example input."""
+        """Return the summary table as columns, each with a title and cells."""
         layers = list(self.layers)
         others = self.other_parameters if layers else 0
         extra = [Layer(OTHER, NOT_APPLICABLE, others, NOT_APPLICABLE, 0, NOT_APPLICABLE, NOT_APPLICABLE)]
@@ -384,7 +384,7 @@ def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, Sequence[str]]]:
-    """Return the columns of the model summary to print: without row numbers, and FLOPs only if they were measured."""
+    """Leave out the columns that are not printed, such as FLOPs that were not measured."""
     has_run = any(title == "In sizes" for title, _ in columns)
     return [column for column in columns if column[0] != " " and (has_run or column[0] != "FLOPs")]
 

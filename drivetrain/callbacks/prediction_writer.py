@@ -34,7 +34,7 @@ _PATTERNS = ("predictions-*-of-*", "batch-*")
 
 
 def check_format(name: str | None) -> str:
-    """Validate the format of prediction files. None becomes parquet if pyarrow is installed, else safetensors."""
+    """Validate the format of prediction files, or choose one if it is None."""
     installed = find_spec("pyarrow") is not None
     if name is None:
         return "parquet" if installed else "safetensors"
@@ -57,7 +57,7 @@ def remove_old(folder: Path) -> None:
 
 
 def write(columns: Mapping[str, Any], path: Path, file_format: str) -> None:
-    """Write columns to a prediction file, replacing it atomically. The format's extension is appended to `path`.
+    """Write columns to a prediction file. Its extension is appended to `path`.
 
     Args:
         columns: The columns by name: tensors with a row, or lists with an item, for each sample.
@@ -74,7 +74,7 @@ def write(columns: Mapping[str, Any], path: Path, file_format: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the columns of all prediction files in a folder, with rows sorted by sample index."""
+    """Return the columns of all prediction files in a folder, sorted by sample index."""
     found = _found(folder)
     whole = [each for each in found if each.name.startswith("predictions-")]
     # Interval "batch_and_epoch" writes every row twice, so read only one kind of file.
@@ -136,7 +136,7 @@ def _from_json(text: str | bytes) -> Any:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return a value with tuples in place of lists, so that it can be a key of a dict."""
+    """Replace lists by tuples, so that a value can be the key of a dict."""
     if isinstance(value, dict):
         return {key: _with_tuples(item) for key, item in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
@@ -413,7 +413,7 @@ def _columns(prediction: Any, indices: Sequence[int] | None) -> dict[str, Tensor
 
 
 def _without_padding(outputs: Any, rows: int | None, keep: int | None) -> Any:
-    """Remove the rows that only pad a batch from tensors with a row, and from lists with an item, for each sample."""
+    """Remove the padding rows from the outputs of a step."""
 
     def is_list_of_rows(value: Any) -> bool:
         # A list of as many tensors may be several outputs instead.

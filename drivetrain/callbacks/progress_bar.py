@@ -80,40 +80,40 @@ class Stage:
 
     @property
     def total(self) -> int | None:
-        """The number of batches in all dataloaders of this stage, or None if a loader's length is unknown."""
+        """The number of batches in all loaders of this stage, or None if unknown."""
         total = sum(self.sizes)
         return int(total) if math.isfinite(total) else None
 
     @property
     def all_done(self) -> int:
-        """The number of batches processed so far, over all dataloaders of this stage."""
+        """The number of batches processed so far, over all loaders of this stage."""
         before = sum(self.sizes[: self.loader])
         return self.done + (int(before) if math.isfinite(before) else 0)
 
     @property
     def elapsed(self) -> float:
-        """The seconds that this stage has taken so far, without nested stages such as a validation."""
+        """The seconds spent in this stage so far, without nested stages."""
         return time.perf_counter() - self.started - self.paused
 
     @property
     def rate(self) -> float:
-        """The number of batches per second in this epoch or evaluation. 0.0 before the first batch."""
+        """The number of batches per second in this stage."""
         elapsed = self.elapsed
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def line(self, parts: Sequence[str], values: Mapping[str, float]) -> str:
-        """Return one line of text with the title, parts such as `10/20 batches`, and metric values."""
+        """Format the stage's title, some parts and metric values as one line."""
         return f"{self.title}: {', '.join([*parts, listed(values)] if values else parts)}"
 
     def summary(self, values: Mapping[str, float]) -> str:
-        """Return the line for the end of this stage: number of batches, time, speed and metric values."""
+        """Return the line of text that is printed when the stage has ended."""
         done, total, elapsed = self.all_done, self.total, self.elapsed
         counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
         rate = f" ({self.rate:.4g} it/s)" if elapsed > 0 else ""
         return self.line([f"{counted} in {_duration(elapsed)}{rate}", *self.left_in_all], values)
 
     def pause(self, seconds: float) -> None:
-        """Exclude seconds, such as those of a nested validation, from the time with which speed is computed."""
+        """Exclude some seconds, such as a nested validation, from the stage's speed."""
         self.paused += seconds
         if self.bar is not None:
             # tqdm computes rates from these times.
@@ -129,18 +129,18 @@ class Display(Protocol):
     def open(self, stage: Stage) -> None: ...
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Update the display of a training epoch or evaluation to its current progress and metric values."""
+        """Update the display to the stage's current progress and metric values."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """End the display of a training epoch or evaluation, with its final progress and metric values."""
+        """End the display of a stage, with its final progress and metric values."""
 
     def close(self, stage: Stage) -> None: ...
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        """Print text without disturbing the progress bar. The default stream is standard output."""
+        """Print text without disturbing the progress display."""
 
     def hidden(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which others may write to the terminal."""
+        """Hide the progress display while the `with` block writes to the terminal."""
 
 
 class BarDisplay:
@@ -171,7 +171,7 @@ class BarDisplay:
         )
 
     def _width(self) -> dict[str, Any]:
-        """Return arguments for tqdm that make the bar as wide as the terminal, or 80 columns if this is unknown."""
+        """Return the arguments for a tqdm bar that is as wide as the terminal."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (AttributeError, OSError, ValueError):
@@ -210,7 +210,7 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """Progress display for files and pipes. It prints a line when an epoch or evaluation ends, and one per minute."""
+    """Progress display for files and pipes, which prints a line now and then."""
 
     def __init__(self, refresh_seconds: float = 60.0) -> None:
         self.refresh_seconds = refresh_seconds
@@ -247,14 +247,14 @@ class LineDisplay:
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
-    """Return a progress bar if the output is a terminal or notebook, else a display that prints lines."""
+    """Return a progress bar for a terminal or notebook, otherwise a line display."""
     if (is_terminal() or in_notebook()) and not logs_json():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
 
 
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Convert metric values to Python numbers. Tensors on the same device are copied together, to synchronize once."""
+    """Convert metric values to Python numbers, with one transfer for each device."""
     numbers: dict[str, Any] = dict(metrics)
     by_device: dict[torch.device, list[str]] = {}
     for name, value in metrics.items():
@@ -285,7 +285,7 @@ _FORMATS_WITHOUT_TOTAL = (
 
 
 def fit_line(columns: int, needed: int, values: Mapping[str, float], optional: Sequence[int]) -> tuple[int, str]:
-    """Fit columns and metric values into one terminal line. Values that do not fit are left out, never cut.
+    """Fit columns and metric values into one line of the terminal.
 
     Args:
         columns: The width of the terminal.
@@ -320,7 +320,7 @@ def listed(values: Mapping[str, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number with nearly constant width, so that the progress bar does not change its length."""
+    """Format a number with nearly constant width, so that the bar does not jump."""
     if isinstance(value, int) or not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -601,7 +601,7 @@ class TQDMProgressBar(Callback):
         return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:
-        """Estimate the remaining time of the run from its progress since training began, and store it in `left`."""
+        """Estimate the remaining time of the run, and store it in `left`."""
         stage, (began, share) = self._stage, self._began
         if not stage.is_epoch or not began:
             return
@@ -623,7 +623,7 @@ class TQDMProgressBar(Callback):
             collect(stage.summary(values))
 
     def _end(self, trainer: Trainer) -> None:
-        """End the bar of the current evaluation. If a training epoch is in progress, return to its bar."""
+        """End the bar of an evaluation, and return to that of the training epoch, if any."""
         if self._display is None or not self._stages:
             return
         self._finish(trainer)
@@ -647,7 +647,10 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """Return the share of the run that is done, from 0 to 1: by epochs, steps or time, whichever is furthest."""
+    """Return the share of the run that is done, from 0 to 1.
+
+    The furthest of epochs, steps and time counts.
+    """
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

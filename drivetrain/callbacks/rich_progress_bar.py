@@ -38,7 +38,7 @@ def require_rich(owner: str) -> None:
 
 
 def make_console(**options: Any) -> Console:
-    """Return a rich console for standard output or standard error that replaces characters it cannot encode."""
+    """Return a rich console that replaces characters it cannot encode."""
     from rich.console import Console
 
     return Console(**{"file": Lenient(sys.stderr if options.get("stderr") else sys.stdout), **options})

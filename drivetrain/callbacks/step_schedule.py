@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def decide_on_main_process(decide: Callable[[], T]) -> T:
-    """Call a function on the main process only, and return its result on all processes.
+    """Call a function on the main process, and return its result on all processes.
 
     If it raises, the exception is raised on every process, so that no process waits for one that has left.
     """
@@ -55,7 +55,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
 
 
 class StepTimer:
-    """Timer that fires every given number of seconds, at the same training step on all processes.
+    """Timer that fires every few seconds, at the same step on all processes.
 
     The clock of the main process decides. The processes do not communicate at each step: they do so about halfway to
     the due time, then halfway through the remaining time, and so on.
@@ -70,11 +70,11 @@ class StepTimer:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the timer last fired, measured by this process."""
+        """The seconds since the timer last fired on this process."""
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
-        """Return True if the interval has passed, on all processes alike. All must call it with the same step."""
+        """Return True if the timer's interval has passed, equally on all processes."""
         if step < self._ask_at:
             return False
         due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
@@ -93,7 +93,7 @@ class StepTimer:
 
 
 class StepInterval:
-    """Interval at which a callback acts: a number of steps, samples, tokens or epochs, a time, or a share of the run.
+    """Interval at which a callback acts, such as `"100 steps"` or `"10 min"`.
 
     Except for a time, all processes count alike and do not communicate. For a time, the clock of the main process
     decides. An interval in epochs is due at the last step of an epoch. Create it after the counters of a resumed run
@@ -116,7 +116,7 @@ class StepInterval:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the interval began, to be stored in a checkpoint. 0 unless the interval is a time."""
+        """The seconds since the interval began, or 0 if the interval is not a time."""
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
@@ -208,7 +208,7 @@ class RunPoint:
 
 
 class StepLog:
-    """Schedule by which a callback logs: every `log_every_n_steps` of the Trainer, or at its own interval."""
+    """Schedule that tells a callback at which steps it logs."""
 
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
         if not (trainer.loggers or trainer.barebones):
@@ -233,7 +233,10 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if the callback should log at this optimizer step. A second call for the step returns False."""
+        """Return True if the callback logs at this optimizer step.
+
+        A second call for the same step returns False.
+        """
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):
@@ -247,7 +250,7 @@ class StepLog:
 
 
 def checked_every(every: Any, owner: str) -> int | Duration | None:
-    """Return the argument `every` of a callback as a number of steps or a `Duration`, after checking it."""
+    """Validate a callback's argument `every`, and return steps or a `Duration`."""
     if every is None:
         return None
     interval = interval_of(every, f"{owner}.every")
@@ -285,7 +288,7 @@ def monitored_value(metrics: Mapping[str, Any], monitor: str) -> float | None:
 
 
 def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
-    """Return an error message if `monitor` looks like a misspelled name of a logged metric, else None.
+    """Return an error message if `monitor` resembles a logged metric's name, else None.
 
     Metrics that only training or a later validation logs are no typos, so a name without a similar one passes.
     """

@@ -100,7 +100,7 @@ def measure_flops(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak floating-point operations per second of a device, or None if its chip is unknown."""
+    """Return the peak speed of a device in FLOP/s, or None if its chip is unknown."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None

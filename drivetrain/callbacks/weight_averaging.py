@@ -64,7 +64,7 @@ class AveragedTensors:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the model's current weights in the running average. The first call copies them."""
+        """Add the model's current weights to the running average."""
         live = self._live()
         if not self._average:
             self._average = [each.to(self._device or each.device, copy=True) for each in live]
@@ -81,7 +81,7 @@ class AveragedTensors:
     @torch.inference_mode(mode=False)  # in the inference mode of a validation, torch cannot detach a shard
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the model's weights and their average, as for a validation. A second call reverses this."""
+        """Exchange the model's weights and their average."""
         if not self._average:
             return
         self.refresh()
@@ -92,7 +92,7 @@ class AveragedTensors:
         self.swapped = not self.swapped
 
     def share_buffers(self) -> None:
-        """Broadcast rank 0's buffers, such as batch norm statistics, which may differ between processes."""
+        """Broadcast rank 0's buffers, such as batch norm statistics."""
         buffers = self._own_buffers()
         if buffers and self._strategy.topology.environment.is_distributed:
             broadcast(buffers)
@@ -108,7 +108,7 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Restore the average and its number of updates from a checkpoint, without changing the model's weights."""
+        """Restore the average from a checkpoint, without changing the model's weights."""
         own = self._live()
         # The model itself loads the average, since this also splits it into shards. Its weights are restored below.
         kept = [each.clone() for each in own]
@@ -696,7 +696,7 @@ class StochasticWeightAveraging(Callback):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
-        """Anneal the learning rates toward `swa_lrs` for one epoch, and turn off the task's own schedulers."""
+        """Anneal the learning rates toward `swa_lrs`, in place of the task's schedulers."""
         groups = trainer.optimizers[0].param_groups
         if not self._initial_lrs:
             self._initial_lrs = [float(group["lr"]) for group in groups]
@@ -729,7 +729,7 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """Validate `swa_epoch_start`. Return an epoch number, a fraction of `max_epochs`, or a `Duration`."""
+    """Validate `swa_epoch_start`: an epoch number, a fraction or a `Duration`."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):

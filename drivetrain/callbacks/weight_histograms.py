@@ -106,7 +106,7 @@ class WeightHistograms(Callback):
 
 
 def _on_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy flat tensors to the CPU with one transfer per device, since each transfer synchronizes with it."""
+    """Copy flat tensors to the CPU, with one transfer for each device."""
     found: dict[str, Tensor] = {}
     for device in {value.device for value in values.values()}:
         here = {name: value for name, value in values.items() if value.device == device}

@@ -23,7 +23,7 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """Measurements of one process over a few seconds of training: speed, memory use and how time was spent.
+    """Measurements of one process over a few seconds of training, such as its speed.
 
     Attributes:
         time: The end of the stretch, in seconds since 1970.
@@ -71,7 +71,7 @@ class Sample:
 
     @property
     def busy(self) -> float:
-        """The fraction of time that was not spent on waiting for data, on checkpoints or on evaluation."""
+        """The fraction of time that was not spent on data, checkpoints or evaluation."""
         return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
@@ -79,7 +79,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Lane of one process in the report: a CSV file to which the process appends its performance samples."""
+    """CSV file to which one process appends its performance samples."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -199,7 +199,7 @@ class Chart:
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """Return the chart as a dict for the page's JavaScript: labels, x values, and the y values of each curve."""
+        """Return the chart as a dict for the JavaScript of the report page."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []
@@ -220,7 +220,7 @@ class Chart:
 
 
 def stage_of(name: str) -> str:
-    """Return the stage that a metric name mentions: `"train"`, `"val"` or `"test"`, or an empty string."""
+    """Return the stage that a metric's name mentions, such as `"val"`, or an empty string."""
     return next((_STAGES[word] for word in _words(name) if word in _STAGES), "")
 
 
@@ -230,7 +230,7 @@ def is_higher_better(name: str) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """Return the chart group to which a metric belongs, judged by its name, such as `"Loss"` or `"Memory"`."""
+    """Return the group of charts to which a metric belongs, such as `"Loss"`."""
     lowered = name.lower()
     return next((kind for kind, pattern in _PATTERNS if re.search(pattern, lowered)), "Metrics")
 
@@ -240,7 +240,7 @@ def in_order(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def subject_of(name: str) -> str:
-    """Return a metric name without words for the stage: `val/loss` and `train_loss_epoch` both become `loss`."""
+    """Remove the stage from a metric's name: `val/loss` becomes `loss`."""
     words = _words(name)
     kept = [word for word in words if word not in _STAGES and word not in _EDGES and not word.isdigit()]
     return "_".join(kept) or name
@@ -251,7 +251,10 @@ def _words(name: str) -> list[str]:
 
 
 def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Chart]:
-    """Return charts of all metrics of one or more runs. Metrics such as `train_loss` and `val_loss` share a chart."""
+    """Return charts of all metrics of one or more runs.
+
+    Metrics such as `train_loss` and `val_loss` share a chart.
+    """
     charts: dict[tuple[str, str], Chart] = {}
     for number, run in enumerate(runs):
         for name, curve in run.curves.items():
@@ -286,7 +289,7 @@ def figure_of(run: RunValues) -> Any:
 def sampled_charts(
     lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
 ) -> list[Chart]:
-    """Return charts of speed, memory use and time spent waiting for data, with one curve per rank."""
+    """Return charts of speed, memory use and waiting for data, with a curve per rank."""
     charts = [
         Chart("steps per second", "Throughput", x="seconds"),
         Chart("samples per second", "Throughput", x="seconds"),
@@ -322,7 +325,7 @@ _MOST_PLACES = 400
 
 
 def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[float]]:
-    """Return the step, epoch and training time of each sample, as three lists in increasing order.
+    """Return the step, epoch and training time of each performance sample.
 
     A page converts its x axis with them. Units that the run did not record are left out.
     """
@@ -347,7 +350,7 @@ def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[fl
 
 
 def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
-    """Return a chart per rank that shows how its time was spent during the run. Empty for a run with one rank."""
+    """Return a chart for each rank of how its time was spent."""
     charts = []
     for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
         times = times_of(samples)
@@ -384,7 +387,7 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def shortened(value: float | None) -> float | int | None:
-    """Shorten a number to six digits, to keep the page small. NaN and infinity, which JSON lacks, become None."""
+    """Round a number to six digits for JSON. NaN and infinity become None."""
     if value is None or not math.isfinite(value):
         return None
     if value == (whole := int(value)):
@@ -406,7 +409,7 @@ class Markup(str):
 
 
 def escaped(text: object) -> Markup:
-    """Return a value as text with HTML characters escaped. Text that is already `Markup` stays unchanged."""
+    """Escape the HTML characters in a value's text, unless it is `Markup`."""
     return text if isinstance(text, Markup) else Markup(visible(str(text)).translate(_ESCAPES))
 
 

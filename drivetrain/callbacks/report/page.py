@@ -73,7 +73,7 @@ _SOONEST, _LATEST = 5.0, 600.0
 
 @dataclass
 class PageParts:
-    """Texts and tables from which the HTML of a report page is made, except for its charts. Empty ones are omitted.
+    """Texts and tables of a report page, without its charts.
 
     Attributes:
         title: The heading and the window title.
@@ -301,7 +301,7 @@ class RunPage:
 
     @property
     def samples(self) -> list[Sample]:
-        """The performance samples of the process with the lowest rank, usually the main process."""
+        """The performance samples of the lowest rank, usually the main process."""
         return next((samples for _, samples in self.lanes.values()), [])
 
     @property
@@ -319,7 +319,7 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write the report page `report.html` of a run into its folder, and return the page's path."""
+    """Write the report page of a run into its folder, and return its path."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -359,7 +359,7 @@ def name_of(place: Path) -> str:
 
 
 def title_of(run: RunPage) -> str:
-    """Return the name of a run, or the end of its folder's path if its record has none."""
+    """Return the recorded name of a run, or else the end of its folder's path."""
     return str(run.record.get("name") or name_of(run.folder))
 
 
@@ -540,7 +540,7 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
-    """Return a short name for each path: as many of the last path parts as make all names different."""
+    """Return the shortest endings of several paths that are all different."""
     paths = [Path(os.path.abspath(place)) for place in places]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -630,17 +630,16 @@ class KnownRun:
 
     @property
     def state(self) -> str:
-        """The run's state, such as `"running"`, `"finished"` or `"failed"`. Empty without a record of the run."""
+        """The state of the run, such as `"running"` or `"failed"`."""
         return str(self.record.get("state", ""))
 
     @property
     def title(self) -> str:
-        """The name of the run, or "" without a record of it."""
         return str(self.record.get("name", ""))
 
     @property
     def metric(self) -> str:
-        """Text with the run's most telling metric: the best monitored value, or else the last loss.
+        """Text with the run's best monitored value, or else its last loss.
 
         If the record of the run cannot be read, this is the reason.
         """
@@ -657,7 +656,7 @@ class KnownRun:
 
 
 def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
-    """Return all runs that the index of a log directory lists, newest first.
+    """Return the runs in the index of a log directory, newest first.
 
     A run that writes to several folders is listed once.
     """
@@ -671,7 +670,7 @@ def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
 
 
 def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
-    """Return the folder or file of a run, given its path or its name in the index of a log directory."""
+    """Return the folder or file of a run, given its path or its name in the index."""
     if os.path.exists(name):
         return Path(name)
     known = {each.name: each.place for each in read_runs(directory)}
@@ -736,7 +735,7 @@ class LoggedTable:
 
 
 def read_images(folder: Path) -> dict[str, dict[float, list[bytes]]]:
-    """Read the newest images of each name from the folder `images` of a run, which `CSVLogger` writes."""
+    """Read the newest logged images of each name from a run's folder."""
     found: dict[str, dict[float, list[bytes]]] = {}
     for directory in sorted(each for each in folder.joinpath(IMAGES).glob("*") if each.is_dir()):
         steps: dict[float, dict[int, Path]] = {}
@@ -752,7 +751,7 @@ def read_images(folder: Path) -> dict[str, dict[float, list[bytes]]]:
 
 
 def read_tables(folder: Path) -> list[LoggedTable]:
-    """Read the newest table of each name from the folder `tables` of a run, which `CSVLogger` writes."""
+    """Read the newest logged table of each name from a run's folder."""
     newest: dict[str, tuple[int, Path]] = {}
     for path in sorted(folder.joinpath(TABLES).glob("*.csv")):
         match = re.fullmatch(r"(.+)-(\d+)", path.stem)
@@ -770,7 +769,7 @@ def read_tables(folder: Path) -> list[LoggedTable]:
 
 
 def image_parts(images: Images) -> Iterator[Markup]:
-    """Yield the HTML of a run's images: a figure for each name, with a slider over the steps."""
+    """Yield the HTML of a run's images, with a slider over the steps."""
     kept = _within_size(images)
     figures = [_figure(name, steps) for name, steps in kept.items() if steps]
     if figures:
@@ -782,7 +781,7 @@ def image_parts(images: Images) -> Iterator[Markup]:
 
 
 def _within_size(images: Images) -> dict[str, dict[float, list[bytes]]]:
-    """Return the newest images of each name that fit into a page. Every name keeps at least one image."""
+    """Return the newest images of each name that fit into a report page."""
     kept: dict[str, dict[float, list[bytes]]] = {name: {} for name in images}
     size = 0
     orders = {name: sorted(steps, reverse=True)[:_MOST_STEPS] for name, steps in images.items()}

@@ -26,7 +26,7 @@ from drivetrain.runtime.terminal import HIDDEN, shown
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file atomically, so that readers see either the old or the new content, never a part of it."""
+    """Write a file atomically, so that readers never see a part of it."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -57,7 +57,7 @@ def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> N
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of `run.json` in a run's folder. A run whose process has died gets the state `"failed"`.
+    """Read a run's `run.json`. If its process has died, the state is `"failed"`.
 
     Return an empty dict if there is no record. For a damaged record, return the state `"unreadable"` and the reason.
     """
@@ -87,7 +87,7 @@ def _integer(text: str) -> int:
 
 
 def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of entries in a run's record that have an unexpected type, for example after manual edits."""
+    """Yield the names of the entries in a run's record that have a wrong type."""
     kinds = _KINDS | dict.fromkeys(_TIMES, float)
     for name, kind in kinds.items():
         if not _is_a(record.get(name), kind):
@@ -149,7 +149,7 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's record. Its state becomes `"failed"` if the process died without recording an end."""
+    """Return a run's record, marked as failed if its process has died."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {
@@ -171,13 +171,13 @@ def read_output(folder: Path) -> str:
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """Return a run's training time in seconds, given the content of its `run.json`: the sum over all sessions."""
+    """Return the training time of a run in seconds, summed over its sessions."""
     spans = [*record.get("sessions", ()), record]
     return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Return True if a run's process is alive. On another machine, a recently updated record counts as alive."""
+    """Return True if the process of a run seems to be alive."""
     process = record.get("process")
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():
@@ -228,7 +228,7 @@ class Curve:
         return self.values[-1]
 
     def best(self, highest: bool) -> tuple[float, float]:
-        """Return the best finite value of a curve and the first step at which it occurred, or NaN for both."""
+        """Return the best finite value of a curve, and the first step that has it."""
         pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         if not pairs:
             return math.nan, math.nan
@@ -236,7 +236,7 @@ class Curve:
         return value, next(step for each, step in pairs if each == value)
 
     def thinned(self, most: int = _MOST_POINTS) -> Curve:
-        """Return the curve with about `most` points, so that a page stays small. Minima and maxima stay visible."""
+        """Return the curve with about `most` points, including its extremes."""
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
@@ -265,7 +265,7 @@ class RunValues:
     images: dict[str, dict[float, list[bytes]]] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
-        """Add a logged value to a metric's curve. If the curve's last value has the same step, replace that value."""
+        """Add a logged value to a metric's curve, or replace that of the same step."""
         curve = self.curves.setdefault(name, Curve())
         if curve.steps and curve.steps[-1] == step:
             curve.values[-1] = value
@@ -274,7 +274,7 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Sort every curve by step. If a step occurs twice, the later value stays. Return this object."""
+        """Sort every curve by step, and return this object."""
         for curve in self.curves.values():
             if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
@@ -283,7 +283,7 @@ class RunValues:
 
 
 def read_values(place: str | os.PathLike[str]) -> RunValues:
-    """Read the logged values of a run from its CSV table, or else from its TensorBoard event files."""
+    """Read a run's logged values from its CSV table or TensorBoard files."""
     path = Path(place)
     if path.is_file():
         return read_table(path) if "tfevents" not in path.name else read_events(path)
@@ -306,7 +306,7 @@ def has_values(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_table(path: str | os.PathLike[str]) -> RunValues:
-    """Read the logged values in a CSV table that has one row per step, such as `metrics.csv` of `CSVLogger`.
+    """Read logged values from a CSV table with one row per step.
 
     The step is the column `step`, or else the row number. Cells that are not numbers are ignored.
     """
@@ -384,7 +384,7 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
 
 
 def number(value: Any) -> str:
-    """Format a number with about five significant digits. None and NaN become `-`, other values plain text."""
+    """Format a number with about five significant digits. None and NaN become `-`."""
     if not isinstance(value, int | float | None):
         return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -434,7 +434,7 @@ SETTINGS = {
 
 
 def settings_of(record: Mapping[str, Any], *parts: str) -> dict[str, dict[str, str]]:
-    """Return the settings of a run as text: a dict from part, such as `"trainer"`, to names and values.
+    """Return the settings of a run as text, by part (such as `"trainer"`) and name.
 
     Without `parts`, all parts that the record has are returned.
     """

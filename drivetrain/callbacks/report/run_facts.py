@@ -51,7 +51,7 @@ _JSON = (bool, int, float, str, list, dict)
 
 
 def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
-    """Return what is known about a run at its start, such as command, settings, model and commit, without secrets."""
+    """Return facts about a run at its start, such as its command and settings."""
     secrets = trainer.tracker_group.secrets
     owners = [each for each in (trainer.datamodule, task) if each is not None]
     given = {name: value for owner in owners for name, value in owner.hparams.items()}
@@ -112,7 +112,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's class and settings. A setting that differs between groups is a list, one value per group.
+    """Return the class and the settings of an optimizer, for the run's record.
 
     `lr` is the initial learning rate. Settings that are None or off are left out.
     """
@@ -209,7 +209,7 @@ _DEFAULT_NAMES = ("", "drivetrain_logs", "lightning_logs")
 
 
 def generated_name(directory: RunDirectory) -> str:
-    """Return a name for a run: the logger's name, two words, and the version number, such as `digits-brave-otter-3`.
+    """Return a readable name for a run, such as `digits-brave-otter-3`.
 
     A version that the user has named replaces words and number.
     """
@@ -231,7 +231,7 @@ _LIBRARIES = (os.path.dirname(os.__file__), str(Path(__file__).parents[2]))
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, or the original error if it was raised in a worker process of a loader."""
+    """Return the first line of an error, or the original error of a loader's worker."""
     first, text = first_line(error), str(error).strip()
     if "\nOriginal Traceback" not in text:
         return first
@@ -240,7 +240,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the user's code in which an error was raised, or "" if there is none."""
+    """Return the place in the user's code where an error was raised, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if not each.filename.startswith(_LIBRARIES) and "-packages" not in each.filename]
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
@@ -251,7 +251,7 @@ def place_of(error: BaseException) -> str:
 
 @cache
 def commit_of(folder: str) -> dict[str, Any] | None:
-    """Return the commit and branch of the git repository that contains a folder, or None outside of one."""
+    """Return the git commit and branch of a folder, or None outside of a repository."""
     try:
         # Reading git's files is much faster than starting git, which `is_changed` does later.
         git = _git_directory(Path(folder))
@@ -269,7 +269,7 @@ def commit_of(folder: str) -> dict[str, Any] | None:
 
 @cache
 def is_changed(folder: str) -> bool | None:
-    """Return True if a git repository has uncommitted changes to tracked files, or None if git cannot tell."""
+    """Return True if a git repository has uncommitted changes, or None if unknown."""
     command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)
@@ -289,7 +289,7 @@ def _git_directory(folder: Path) -> Path | None:
 
 
 def _resolve(git: Path, name: str) -> str:
-    """Return the commit ID of a git reference such as `refs/heads/main`, or an empty string if there is none."""
+    """Return the commit ID of a git reference, or an empty string."""
     # A worktree keeps its branches in the directory of the main repository.
     common = git / "commondir"
     places = [git, (git / common.read_text(encoding="utf-8").strip()).resolve()] if common.is_file() else [git]

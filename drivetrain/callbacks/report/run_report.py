@@ -84,11 +84,11 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the report page must be written again. Negative if it is overdue."""
+        """The seconds until the report page is due. Negative if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
-        """Write `run.json` and the report page of a run in progress. The first page has no curves yet."""
+        """Write `run.json` and the report page while the run is in progress."""
         is_first, self._has_page = not self._has_page, True
         # Counts only the processor time of this thread, which is what training loses.
         began = time.thread_time()
@@ -103,7 +103,7 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write the first `run.json`, without a report page, so that even a run that is killed early is listed."""
+        """Write the first `run.json`, so that a run that is killed early is listed."""
         write_record(self._folder, self._record(RUNNING, ""))
         self._facts = None  # the validation loaders are created later
 
@@ -192,7 +192,7 @@ _PER_RUN = 200
 
 
 class RunSampler:
-    """Sampler that measures a Trainer's speed, memory use and breakdown of time, from a background thread."""
+    """Background sampler of a run's speed, memory use and breakdown of time."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -216,7 +216,7 @@ class RunSampler:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next performance sample must be taken. Negative if it is overdue."""
+        """The seconds until the next performance sample is due. Negative if it is overdue."""
         now = time.monotonic()
         return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
 
@@ -270,7 +270,7 @@ class RunSampler:
 
 
 class Clock:
-    """Background thread that calls a function repeatedly. Each call returns the seconds to wait until the next one."""
+    """Background thread that calls a function again and again, after the delays it returns."""
 
     def __init__(self, call: Callable[[], float], name: str) -> None:
         self._call = call
@@ -281,7 +281,7 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """Stop the background thread. Waits at most `seconds` for a call of its function to return."""
+        """Stop the background thread, after waiting at most `seconds` for its current call."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -347,7 +347,7 @@ class RunLog(Collector):
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {self._clean(text[:_LONGEST_LINE])}")
 
     def write_lines(self, folder: str) -> None:
-        """Append the lines collected so far to the file `output.log` in the run's folder."""
+        """Append the collected lines to `output.log` in the run's folder."""
         if self._lines:
             with open(os.path.join(folder, OUTPUT), "a", encoding="utf-8", errors="replace") as file:
                 while self._lines:
@@ -477,7 +477,7 @@ class RunReport(Callback):
             _warn(error)
 
     def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
-        """Return the report writer of this run, created on first use, or None on processes that write no report."""
+        """Return the run's report writer, or None if this process writes no report."""
         tracker = _tracker_of(trainer)
         if self._writer is None and trainer.is_global_zero and tracker is not None:
             self._folder = os.path.abspath(tracker.run_directory.path)
@@ -503,7 +503,7 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Record performance and write the report page, if due. Return the seconds until the next call is needed."""
+        """Record a sample and write the report page if due. Return the seconds to wait."""
         sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
             return _NOTHING_TO_DO
@@ -569,7 +569,7 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """Return the tracker into whose folder the run report is written, or None. A CSV tracker is preferred.
+    """Return the tracker into whose folder the run report is written, or None.
 
     None if there is none.
     """
@@ -583,7 +583,7 @@ def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
 
 
 def _record_without_tracker(trainer: Trainer) -> None:
-    """Store values in a CSV table for the run report if none of the Trainer's trackers writes files."""
+    """Store logged values in a CSV table for the report, if no tracker writes files."""
     group, root = trainer.tracker_group, trainer.default_root_dir
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)
