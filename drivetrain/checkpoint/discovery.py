@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """Complete checkpoint that was found in a directory, with facts from its manifest, such as its step.
+    """Complete checkpoint that was found in a directory, with its step and other facts.
 
     Attributes:
         path: Its directory or URL, or its file in another tool's format.
@@ -132,7 +132,9 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """Return facts about one drivetrain checkpoint, such as its step and time. Call it on one process only.
+    """Return facts about the checkpoint at a path, such as its step and time.
+
+    Call it on one process only.
 
     Args:
         path: The checkpoint.
@@ -163,7 +165,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Return a sentence for an error message that names the newest intact checkpoint next to a damaged one."""
+    """Return a sentence that names the newest intact checkpoint next to a damaged one."""
     found, path = storage_of(directory)
     storage = storage or found
     try:

@@ -150,7 +150,7 @@ def consolidate_shards(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Export FSDP weights from `torch.distributed.checkpoint` shards as plain safetensors files.
+    """Export FSDP shards of `torch.distributed.checkpoint` as plain safetensors files.
 
     Only one tensor at a time is in memory.
 
@@ -192,7 +192,9 @@ def save_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Save a state dict as safetensors files of limited size, with an index if there are several.
+    """Save a state dict as safetensors files of limited size.
+
+    Several files get an index.
 
     Args:
         state_dict: Full tensors by name. Tensors that share memory are written once.
@@ -220,7 +222,10 @@ def save_safetensors(
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
-    """Return the weights of one submodule, without its prefix in their names. If `module` is None, all weights."""
+    """Return the weights of one submodule, without its prefix in their names.
+
+    If `module` is None, return all weights.
+    """
     if module is None:
         return dict(weights)
     prefix = f"{module}."
@@ -271,7 +276,7 @@ def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | No
 
 
 def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a checkpoint's tensor in blocks, converted to `dtype`, to save memory."""
+    """Yield the values of a tensor in blocks, converted to `dtype`."""
     own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
     # Only parts that are split along the first dimension can be written one after the other.
@@ -300,7 +305,7 @@ def write_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Write tensors to safetensors files, each read or computed when it is written. Return the files.
+    """Write tensors to safetensors files one by one, and return the files.
 
     The files get their final names after all of them are complete.
     """
@@ -355,7 +360,7 @@ def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any
 
 
 def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
-    """Distribute weights over files of limited size. Return the weights of each file, by file name."""
+    """Distribute weights over files of limited size. Return the weights of each file."""
     shards: list[list[T]] = [[]]
     room = limit
     for item, size in zip(items, sizes, strict=True):
@@ -371,12 +376,12 @@ def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str
 
 
 def index_of(files: Mapping[str, str], total: int) -> bytes:
-    """Return the JSON index of weights in several files: the file of each weight, and the total size."""
+    """Return the JSON index that names the file of each weight."""
     return encoded({"metadata": {"total_size": total}, "weight_map": dict(files)})
 
 
 def shard_limit(max_shard_size: int | str) -> int:
-    """Return a maximum file size in bytes, given as a number or as text such as `"5GB"`."""
+    """Parse the maximum size of a file, given in bytes or as text such as `"5GB"`."""
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
         raise ConfigurationError(f"max_shard_size={max_shard_size!r}: the size of a file must be positive.")
@@ -384,7 +389,7 @@ def shard_limit(max_shard_size: int | str) -> int:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the floating-point dtype of a name such as `"bf16"`. A dtype or None is returned unchanged."""
+    """Return the floating-point dtype of a name such as `"bf16"`."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
@@ -401,7 +406,7 @@ _READERS = 4
 
 
 class Weights(Mapping[str, Tensor]):
-    """Mapping from names to weights. Each CPU tensor is read from its file when it is accessed.
+    """Mapping from names to weights, which reads a weight when it is accessed.
 
     Attributes:
         where: The source of the weights, for error messages.
@@ -426,20 +431,20 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill existing tensors, given by the names of weights, with these weights. Several are read in parallel."""
+        """Fill existing tensors with the weights of these names."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copy a weight, given by its name, into an existing tensor."""
+        """Copy the weight of this name into an existing tensor."""
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the memory-mapped file with a weight, and its name there. None if the weight must be copied."""
+        """Return the memory-mapped file with a weight, or None if it must be copied."""
         return None
 
     def tied(self) -> dict[str, str]:
-        """Return the names of tied weights, each mapped to the name under which their tensor is stored."""
+        """Map the names of tied weights to the names under which they are stored."""
         return dict(self.same)
 
 
@@ -458,7 +463,7 @@ class HeldWeights(Weights):
 
 
 class FileWeights(Weights):
-    """Weights from a local safetensors file, which is mapped into memory."""
+    """Weights in a local safetensors file that is mapped into memory."""
 
     def __init__(self, file: MappedFile) -> None:
         self.where, self._file = file.path, file
@@ -479,7 +484,7 @@ class FileWeights(Weights):
 
 
 class JoinedWeights(Weights):
-    """Weights that are spread over several sources, such as the files of a sharded model."""
+    """Weights from several sources, such as the files of a sharded model."""
 
     def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
         self.where, self._parts = where, parts
@@ -498,7 +503,7 @@ class JoinedWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Weights of one model in a drivetrain checkpoint, each read when it is accessed."""
+    """Weights of one model in a checkpoint, each read when it is accessed."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
         # A hash covers a whole file, so it is not checked again for every tensor that is read alone.
@@ -546,7 +551,7 @@ class CheckpointWeights(Weights):
 
 
 class RemoteWeights(Weights):
-    """Weights in a safetensors file on a remote file system, of which only the needed bytes are downloaded."""
+    """Weights in a remote safetensors file, of which only the needed bytes are read."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.where, self._storage = path, storage
@@ -592,14 +597,13 @@ class RemoteWeights(Weights):
 
 
 def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return the additional names of tensors that have several names, each mapped to the tensor's first name."""
     first: dict[Hashable, str] = {}
     found = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
     return {name: other for name, other in found.items() if name != other}
 
 
 def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the names of tied weights that the file stores only once, each mapped to the stored name."""
+    """Return the tied weights that a file stores only once, mapped to the stored names."""
     return {name: target for name, target in metadata.items() if target in entries and name not in entries}
 
 
@@ -611,7 +615,9 @@ _INDEX_NAME = ".index.json"
 
 
 def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: int | None = None) -> Weights:
-    """Return a mapping of the weights in a file, directory, checkpoint, URL or dict, read on access.
+    """Return a mapping of the weights in a file, directory, checkpoint, URL or dict.
+
+    A weight is read when it is accessed.
 
     No code from a file is executed.
 
@@ -666,7 +672,7 @@ def _open_file(storage: Storage, path: str) -> Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return all weights of a file or directory as CPU tensors by name. No code from a file is executed."""
+    """Return all weights of a file or directory as CPU tensors, without running its code."""
     weights = open_weights(path)
     read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
     weights.fill(read)
@@ -674,7 +680,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(content: bytes, path: str) -> dict[str, str]:
-    """Return the name of the file that holds each weight, from the JSON content of a weight index."""
+    """Map weights to file names, from the JSON content of a weight index."""
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
@@ -690,7 +696,7 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
 
 
 def _choose(names: list[str], directory: str) -> str:
-    """Choose from the files of a directory the one to read weights from, such as `model.safetensors`."""
+    """Return the file of a directory from which weights are read, such as `model.safetensors`."""
     for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
         if name in names:
             return name
@@ -711,7 +717,7 @@ def _choose(names: list[str], directory: str) -> str:
 def save_pickled_weights(
     weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str
 ) -> list[str]:
-    """Save weights with `torch.save` as `pytorch_model.bin`, or as several files with an index.
+    """Save weights as `pytorch_model.bin`, or as several files with an index.
 
     Args:
         weights: Tensors by name.
@@ -735,7 +741,7 @@ def save_pickled_weights(
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights with an entry for every name of a tied weight, of which files store only one.
+    """Add entries for all names of tied weights, of which files store only one.
 
     Args:
         model: The unwrapped model, which defines the ties.
@@ -757,7 +763,6 @@ def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True if a tensor is a `DTensor`, which is sharded over several processes."""
     return isinstance(tensor, DTensor)
 
 
@@ -770,7 +775,9 @@ def load_over_processes(
     broadcast: bool,
     keep_in_fp32: Collection[str] = (),
 ) -> None:
-    """Load weights into a model, which may be sharded. All processes must call the function.
+    """Load weights into a model, which may be sharded over processes.
+
+    All processes must call the function.
 
     Args:
         model: The model. Its parameters have memory and may be sharded.

@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Facts about a run, such as its step, that drivetrain recorded in a file of another tool's format."""
+    """Facts about a run that drivetrain recorded in another tool's checkpoint file."""
 
     world_size: int  # processes that wrote the file
     step: int | None
@@ -40,12 +40,12 @@ class WrittenFile:
     finite_loss: bool  # every loss since the previous save was finite
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Return the part of the file's state that belongs to one rank, such as the state of its random generators."""
+        """Return the state of one rank from the file, such as its random generators' state."""
         raise NotImplementedError
 
 
 class CheckpointFormat:
-    """Base class for checkpoint formats of other tools, which drivetrain recognizes, reads and writes.
+    """Base class for the checkpoint formats of other tools.
 
     To save a Trainer's checkpoints in another format, derive a class and return an instance from
     `Trainer.checkpoint_format`. `save` and `content` are called on all processes, all other methods on one.
@@ -65,7 +65,7 @@ class CheckpointFormat:
     # existing checkpoints
 
     def recognises(self, source: Any) -> bool:
-        """Return True if a path, an opened file or its content seems to have this format.
+        """Return True if a path or an opened file seems to have this format.
 
         Args:
             source: The local path, the opened file or the content.
@@ -79,14 +79,16 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint. Return the state that all processes share, and the state of process `rank` or None.
+        """Read a checkpoint in this format.
+
+        Returns the state that all processes share, and the state of process `rank` or None.
 
         See `read_foreign`.
         """
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return what drivetrain has recorded about a run in a file of this format. None for other files.
+        """Return the facts that drivetrain recorded in a file of this format, or None.
 
         Args:
             path: The local file. Links are not allowed.
@@ -105,7 +107,9 @@ class CheckpointFormat:
         overwrite: bool,
         progress: bool,
     ) -> list[str] | None:
-        """Export a checkpoint's weights as safetensors files. Return the files, or None if it has no weights.
+        """Export the weights of a checkpoint as safetensors files.
+
+        Returns the files, or None if the checkpoint has no weights.
 
         Args:
             source: The local path of the checkpoint.
@@ -140,7 +144,7 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): this format can only be read, not written.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of a checkpoint that only this format can read. None to use the standard reader.
+        """Return the content of a checkpoint, or None to use the standard reader.
 
         Args:
             path: The checkpoint's path.
@@ -175,7 +179,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if a checkpoint can get a second name, such as `last`, without being written twice.
+        """Return True if a checkpoint can have a second name, such as `last`.
 
         Args:
             directory: The directory or URL.
@@ -184,7 +188,7 @@ class CheckpointFormat:
 
 
 def find_format(name: str) -> CheckpointFormat:
-    """Return the checkpoint format with a given name, as in `Trainer.save_checkpoint(format=name)`.
+    """Return the checkpoint format with a given name.
 
     Raises:
         ConfigurationError: The name is unknown, or the format is not part of this installation.
@@ -203,12 +207,12 @@ def find_format(name: str) -> CheckpointFormat:
 
 
 def has_format(name: str) -> bool:
-    """Return True if this installation of drivetrain includes the checkpoint format of this name."""
+    """Return True if the checkpoint format of this name is installed."""
     return _is_there(_FORMATS[name].partition(":")[0])
 
 
 def formats() -> Iterator[CheckpointFormat]:
-    """Iterate over the checkpoint formats that are installed. Each is imported when the iterator reaches it."""
+    """Iterate over the installed checkpoint formats, importing each when it is reached."""
     return (find_format(name) for name in _FORMATS if has_format(name))
 
 
@@ -225,7 +229,7 @@ def read_foreign(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read a checkpoint in another tool's format, on one process and without executing code from it.
+    """Read a checkpoint in another tool's format, without executing code from it.
 
     Args:
         path: A local file or directory, an opened file, or its content.
@@ -259,14 +263,16 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return what drivetrain has recorded about a run in a checkpoint file of another tool. None for other files."""
+    """Return the facts that drivetrain recorded in another tool's checkpoint, or None."""
     if os.path.islink(path) or not os.path.isfile(path):
         return None
     return next((found for each in formats() if (found := each.written(path)) is not None), None)
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Return True if drivetrain wrote the checkpoint at a path. Other files are never removed or replaced.
+    """Return True if drivetrain wrote the checkpoint at a path.
+
+    Other files are never removed or replaced.
 
     A directory must have a `MANIFEST.json` of this format, even a damaged one. A file in another tool's format must
     have an entry of drivetrain.

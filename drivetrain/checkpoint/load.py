@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of comparing a model's tensors with a checkpoint: which are missing, left over or different.
+    """Differences between a model's tensors and those of a checkpoint.
 
     Attributes:
         missing: Requested tensors that the checkpoint does not hold.
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """Drivetrain checkpoint that is open for reading: its states, single tensors and files.
+    """Checkpoint that is open for reading.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -126,11 +126,11 @@ class Checkpoint:
         return tree, report
 
     def own(self, rank: int) -> Any:
-        """Read the state of one rank from the checkpoint, such as the state of its random generators."""
+        """Read the state of one rank, such as that of its random generators."""
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Check the SHA-256 hashes of files against the manifest, and raise an error if a file is damaged.
+        """Check the SHA-256 hashes of the checkpoint's files against its manifest.
 
         Args:
             names: The files to check. None checks all, and also the structure of the index and the JSON files.
@@ -159,7 +159,7 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild a nested state (tree) from JSON. Its tensors are read into `targets`, or into new tensors."""
+        """Rebuild a nested state from JSON, with its tensors read into `targets`."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -175,7 +175,7 @@ class Checkpoint:
         return tree
 
     def read_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Fill existing tensors, which may be sharded, with values from the checkpoint.
+        """Fill existing tensors, which may be sharded, from the checkpoint.
 
         Args:
             tensors: The tensors to fill, by their key in the checkpoint's index. They may be sharded.
@@ -217,7 +217,7 @@ class Checkpoint:
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Compare the tensors of a state dict with those of a saved one that is to be loaded into it.
+    """Compare the tensors of a state dict with those of a saved one.
 
     Args:
         wanted: The state dict to be filled.
@@ -238,7 +238,7 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Return some entries of a JSON-encoded state, selected by key or by a path such as `engine/models`."""
+    """Return some entries of a JSON-encoded state, given by paths such as `engine/models`."""
     part: dict[str, Any] = {}
     for path in only:
         head, _, rest = path.partition("/")

@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a checkpoint's `MANIFEST.json`, which lists all other files of the checkpoint.
+    """Content of `MANIFEST.json`, which lists all other files of a checkpoint.
 
     Attributes:
         files: Size and SHA-256 of every other file of the checkpoint, by name.
@@ -41,7 +41,7 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as the content of its file: JSON with a checksum of itself."""
+        """Return the manifest as JSON, with a checksum of itself."""
         content = {
             "format": FORMAT,
             "version": self.version,
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Create a `Manifest` from the content of its file. Raise an error that mentions `where` if it is damaged."""
+        """Parse the content of a manifest file. Raise an error if it is damaged."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -106,7 +106,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if a relative path stays within its directory, so that a manifest may list it."""
+    """Return True if a relative path stays within its directory."""
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
@@ -115,7 +115,7 @@ _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """Return a checkpoint's manifest, after checking that all its files exist and have the listed sizes."""
+    """Return a checkpoint's manifest, after checking that its files are complete."""
     path = storage.join(directory, MANIFEST)
     found = storage.sizes(directory)
     try:
@@ -162,7 +162,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Return True if a directory contains a drivetrain manifest, even a damaged one."""
+    """Return True if a directory contains a manifest, even a damaged one."""
     path = storage.join(directory, MANIFEST)
     try:
         content = decoded(storage.read(path), path)
@@ -172,13 +172,13 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
-    """Raise a `CheckpointError` if a directory contains no drivetrain manifest."""
+    """Raise a `CheckpointError` if a directory contains no manifest."""
     if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is not a checkpoint, because it has no drivetrain {MANIFEST}.")
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
-    """Raise an error if a save would overwrite something other than a checkpoint at this path."""
+    """Raise an error if a save would overwrite something other than a checkpoint."""
     if not storage.exists(directory) or storage.is_link(directory):
         return
     try:
@@ -204,7 +204,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise an error if a file's size or hash differs from its entry in the manifest, as in a damaged checkpoint."""
+    """Raise an error if the size or hash of a file differs from the manifest."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
@@ -257,7 +257,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Return where a checkpoint stores models and optimizers, given the names of its top-level entries."""
+    """Return where a checkpoint stores models and optimizers, given its top-level names."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:
@@ -270,7 +270,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the shared state of a checkpoint to the current schema, if an older version of drivetrain wrote it."""
+    """Convert the shared state of an older checkpoint to the current schema."""
     if "engine" in shared:
         found = {"driver": {}, "kept": [], **shared}
         for name, kind in (("engine", Mapping), ("driver", Mapping), ("kept", list)):
@@ -301,7 +301,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the state of one process to the current schema, if an older version of drivetrain wrote it."""
+    """Convert the state of one process in an older checkpoint to the current schema."""
     if "engine" in own:
         return dict(own)
     return {

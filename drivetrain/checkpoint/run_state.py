@@ -32,7 +32,9 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Save the state of a run as a checkpoint, once any running save has ended. Call it on all processes.
+    """Save the state of a run as a checkpoint, once the previous save has ended.
+
+    Call it on all processes.
 
     Args:
         directory: The checkpoint's directory or URL. An existing checkpoint is replaced after the new one is complete.
@@ -71,7 +73,7 @@ def load_run_state(
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
-    """Load the state of a run from a checkpoint, without unpickling and thus without executing code.
+    """Load the state of a run from a checkpoint, without unpickling and thus without running code.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -132,7 +134,7 @@ def load_run_state(
 
 
 def describe_run_state(directory: str | os.PathLike[str]) -> Any:
-    """Return a checkpoint's shared state with tensors on the meta device, so that no tensor values are read.
+    """Return a checkpoint's shared state with tensors on the meta device.
 
     Call it on one process.
 
@@ -169,7 +171,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """Return how many processes have written a checkpoint, and a function that reads the state of one rank.
+    """Return the number of processes in a checkpoint, and a function that reads one's state.
 
     Args:
         path: The checkpoint's directory, file or URL.
@@ -190,7 +192,7 @@ def read_shared(
     only: Collection[str] | None = None,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
-    """Read the state that all processes share, such as weights, from a checkpoint in any supported format.
+    """Read the state that all processes share from a checkpoint of any format.
 
     Args:
         path: The checkpoint.

@@ -63,7 +63,7 @@ class MappedFile:
         return self
 
     def check_unchanged(self) -> None:
-        """Raise an error if the file on disk has changed since it was mapped, so that its tensors may be wrong."""
+        """Raise an error if the file on disk has changed since it was mapped."""
         try:
             found = os.stat(self.path)
             same = (found.st_size, found.st_mtime_ns, found.st_ino) == self._opened
@@ -74,7 +74,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path} {what} while a model uses this file. Load the model again.")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that uses the mapped file's memory, or a copy if its address is not aligned."""
+        """Return a tensor in the mapped file's memory, or a copy if it is not aligned."""
         place = self.placed[name]
         dtype, shape = place.entry.dtype, place.entry.shape
         if place.entry.nbytes == 0:
@@ -87,7 +87,7 @@ class MappedFile:
         return (flat if aligned else flat.clone().view(dtype)).reshape(shape)
 
     def is_aligned(self, name: str) -> bool:
-        """Return True if the tensor of this name can use the mapped file's memory without a copy."""
+        """Return True if a tensor can use the mapped file's memory without a copy."""
         place = self.placed[name]
         return place.start % place.entry.dtype.itemsize == 0
 
@@ -108,14 +108,14 @@ class MappedFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def will_need(self, start: int, end: int) -> None:
-        """Advise the operating system to read a byte range of the file ahead (`MADV_WILLNEED`)."""
+        """Advise the operating system to read a byte range of the file ahead."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             for position in range(start, end, _AHEAD):
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
-        """Free the memory of a byte range of the mapped file. A later access reads it from disk again."""
+        """Free the memory of a byte range of the mapped file."""
         # Whole pages only, because the others also contain bytes outside of the range.
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE
@@ -130,7 +130,7 @@ class MappedFile:
 
 
 def _mapping(file: int) -> mmap.mmap:
-    """Map a file into memory. Changes to the mapped memory are never written to the file."""
+    """Map a file into memory, so that changes never reach the file."""
     # An empty file cannot be mapped.
     if os.fstat(file).st_size == 0:
         return mmap.mmap(-1, 1)

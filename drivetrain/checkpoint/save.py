@@ -62,7 +62,7 @@ _SMALLEST_SPLIT = 64 << 20
 
 
 class Save:
-    """Save of one checkpoint by all processes together. `copy` copies the tensors, and `run` writes the files.
+    """Save of one checkpoint by all processes together.
 
     The constructor separates plain values from tensors and decides which process writes which tensor. After `copy`, the
     caller may change the tensors. Without `copy`, it must leave them unchanged until `run` has returned.
@@ -96,7 +96,7 @@ class Save:
         self._items: list[WriteItem] = self._planner.finish_plan(share).items
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
-        """Separate tensors from other values, and return a plan of the tensors that this process can write."""
+        """Separate tensors from other values, and plan which tensors this process can write."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -130,7 +130,7 @@ class Save:
         return [(share, token) for share in shares]
 
     def copy(self) -> None:
-        """Copy this process's tensors to host memory, so that training may change the originals during the save.
+        """Copy this process's tensors to host memory, so that training may go on.
 
         An error is raised later, by `run`.
         """
@@ -152,7 +152,7 @@ class Save:
         self._planner.state_dict = {}  # drop the references to the original tensors
 
     def run(self) -> None:
-        """Write this process's files. When all processes have written theirs, move the checkpoint to its final path."""
+        """Write this process's files, and publish the checkpoint when all have done so."""
         place, self._data = self._storage.place_for(self.directory, self._token)
         failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
@@ -162,7 +162,7 @@ class Save:
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files into the temporary directory. Return their hashes and the tensors' places."""
+        """Write this process's files, and return their hashes and the tensors' places."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -199,7 +199,7 @@ class Save:
     def _publish(
         self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]
     ) -> list[None]:
-        """Complete the checkpoint on rank 0: write its index and manifest, and move it to its final path."""
+        """Complete the checkpoint on rank 0, and move it to its final path."""
         storage = self._storage
         files = {name: digest for each, _ in written for name, digest in each.items()}
         places = {index: one for _, each in written for index, one in each.items()}
@@ -230,7 +230,7 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Divide tensors into lists of similar size, one for each file that this process writes in parallel."""
+    """Divide tensors into files of similar size, to write them in parallel."""
     entries = []
     for item in items:
         data = item.tensor_data
@@ -306,7 +306,7 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
 
 
 class PendingSave:
-    """Handle of a checkpoint save, which may still be running in a background thread.
+    """Handle of a checkpoint save that may still be running.
 
     Args:
         directory: The checkpoint's directory.
@@ -331,7 +331,7 @@ class PendingSave:
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint has been written to disk, and raise the error of a failed save.
+        """Wait until the checkpoint is on disk, and raise the error of a failed save.
 
         Args:
             timeout: The longest time to wait, in seconds. None waits without a limit.
@@ -345,7 +345,7 @@ class PendingSave:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the save if it has failed, without waiting for the save to end."""
+        """Raise the error of the save if it has failed, without waiting."""
         if self._error is not None:
             self._reported = True
             raise self._error
@@ -358,7 +358,7 @@ class PendingSave:
         self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
-        """Call a function with this object once the save has ended, whether or not it has failed.
+        """Call a function with this object once the save has ended.
 
         The callback runs in the writing thread, and `wait()` also waits for it. It must not call collectives or
         `wait()`. Exceptions that it raises are logged.
@@ -394,7 +394,7 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Queue that writes one checkpoint at a time, in a background thread if requested.
+    """Queue that writes one checkpoint at a time.
 
     Attributes:
         failed: The failed save whose error has not been raised yet, or None.
@@ -427,7 +427,9 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Save a checkpoint, once the previous save has ended. All processes must call the method.
+        """Save a checkpoint, once the previous save has ended.
+
+        All processes must call the method.
 
         See `save_run_state`.
         """
@@ -452,38 +454,38 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing. Deprecated: background saves no longer need their memory to be prepared in advance."""
+        """Do nothing. Deprecated."""
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing. Deprecated: tensors may be changed as soon as a background save has returned."""
+        """Do nothing. Deprecated."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def staging_bytes(self) -> int:
-        """Always 0. Deprecated, because no memory for copies is kept between saves."""
+        """Always 0. Deprecated."""
         return 0
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
     def release(self) -> None:
-        """Wait until the running save has ended, without raising its error. Deprecated in favor of `finish`."""
+        """Wait until the running save has ended. Deprecated in favor of `finish`."""
         self._wait_quietly()
 
     @property
     def has_lost(self) -> bool:
-        """True if a background save has failed and its error has not been raised or logged yet."""
+        """True if the error of a failed background save has not been reported yet."""
         failed = self.failed
         return failed is not None and not failed._reported
 
     def check(self) -> None:
-        """Raise the error of a failed background save, if there is one, without waiting for a running save."""
+        """Raise the error of a failed background save, without waiting."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
             if not failed._reported:  # otherwise `wait` has raised the error, or will raise it
                 failed.raise_if_failed()
 
     def finish(self) -> None:
-        """Wait until no save is running, and raise the error of a failed one that has not been reported yet."""
+        """Wait for the running save, and raise the error of a failed one."""
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
@@ -506,7 +508,7 @@ class SaveQueue:
             self._running._finished.wait()
 
     def report(self) -> None:
-        """Report a failed background save in the log when the interpreter exits, unless it was reported before."""
+        """Log the error of a failed background save when the interpreter exits."""
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was not saved: {self.failed._error}", main_process_only=False)
@@ -519,7 +521,7 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 
 def save_queue(state: PartialState) -> SaveQueue:
-    """Return the `SaveQueue` of this process. There is only one, so that saves never run at the same time."""
+    """Return the only `SaveQueue` of this process."""
     shared = PartialState.registry()
     if _QUEUE not in shared:
         shared[_QUEUE] = SaveQueue(state)
@@ -532,7 +534,7 @@ def save_queue(state: PartialState) -> SaveQueue:
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one process as text, which can be sent to the other processes so that all raise it."""
+    """Error of one process as text, to be raised by all processes."""
 
     rank: int
     reason: str
@@ -540,7 +542,7 @@ class Failure:
 
 
 class Peers:
-    """All processes of a run, connected by a process group of their own for saving and loading checkpoints.
+    """All processes of a run, connected for saving and loading checkpoints.
 
     Construct it on all processes at the same time.
     """
@@ -554,7 +556,7 @@ class Peers:
         self._cause: BaseException | None = None
 
     def gather(self, item: Any) -> list[Any] | None:
-        """Return a list with one object from each process on rank 0, and None on the other ranks."""
+        """Return a list of all processes' objects on rank 0, and None on the other ranks."""
         if self._group is None:
             return [item]
         items: list[Any] | None = [None] * self.size if self.is_main else None
@@ -562,7 +564,7 @@ class Peers:
         return items
 
     def scatter(self, items: list[Any] | None) -> Any:
-        """Send one item of a list from rank 0 to each process, and return this process's item."""
+        """Send each process one item of rank 0's list, and return this process's item."""
         if self._group is None:
             assert items is not None
             return items[0]
@@ -597,7 +599,7 @@ class Peers:
         return self.scatter(decided)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
-        """Return the result of `work()`, or a `Failure` if it raises, which can be sent to the other processes."""
+        """Return the result of `work()`, or a `Failure` if it raises an error."""
         try:
             return work()
         except BaseException as error:
@@ -617,7 +619,7 @@ class Peers:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a description of an exception in one line, to be used in another error message."""
+    """Describe an exception in one line, to quote it in another error message."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -634,7 +636,7 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 def _own_group(state: PartialState) -> Any:
-    """Return the gloo process group through which processes communicate about checkpoints, and nothing else.
+    """Return the gloo process group that is used for checkpoints only.
 
     Its collectives must not interleave with those of the training.
     """

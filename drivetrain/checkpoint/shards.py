@@ -40,14 +40,14 @@ _LONGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Part:
-    """Stored part of a tensor, such as the shard of one rank, with its place in a checkpoint's files."""
+    """Part of a tensor, such as one rank's shard, with its place in a checkpoint's files."""
 
     entry: Entry
     place: Place
 
 
 class TensorIndex:
-    """Index of a checkpoint's tensors: in which file, and at which byte, each part of each tensor is stored."""
+    """Index that gives the file and position of every part of a checkpoint's tensors."""
 
     def __init__(self, content: Any, manifest: Manifest, path: str) -> None:
         self._manifest, self._path = manifest, path
@@ -59,11 +59,10 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """Return the stored part of a tensor, given a `MetadataIndex` (the tensor's name and the part's offsets)."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
-        """Return the parts of tensors in each of the checkpoint's files, by file name. Empty parts are left out."""
+        """Return the parts of tensors in each of the checkpoint's files."""
         found: dict[str, list[Part]] = {}
         for part in self._parts.values():
             if part.place.nbytes:
@@ -119,7 +118,7 @@ class TensorIndex:
         return list(values)
 
     def _check_files(self) -> None:
-        """Raise an error if the index assigns the same bytes of a file to two tensors, as only a damaged one does.
+        """Raise an error if the index assigns the same bytes to two tensors.
 
         Otherwise a small file could expand to a huge amount of memory.
         """
@@ -138,7 +137,7 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Raise an error if the header of a safetensors file contradicts the checkpoint's index."""
+    """Raise an error if a safetensors header contradicts the checkpoint's index."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -154,7 +153,7 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
 
 
 def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two parts of a tensor that overlap, as in a damaged index. None if no parts overlap."""
+    """Return two parts of a tensor that overlap, or None if there are none."""
     if len(chunks) < 2:
         return None
     # Sweep along the dimension with the most distinct offsets, where few parts reach beyond the next start.
@@ -184,7 +183,7 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Checkpoint file that is read from start to end. If requested, its hash is computed and checked as well."""
+    """Checkpoint file that is read from start to end, with an optional hash check."""
 
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
@@ -242,7 +241,7 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Read a byte range of a checkpoint file, and yield blocks of it. The file's hash is not checked.
+    """Yield the blocks of a byte range of a checkpoint file.
 
     All blocks use one buffer, so use each block before the next one is read.
     """
@@ -255,7 +254,7 @@ def read_range(storage: Storage, path: str, listed: FileDigest, start: int, leng
 
 
 def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
-    """Raise an error if a file's size or SHA-256 differs from the manifest. The whole file is read."""
+    """Read a whole file, and raise an error if it differs from the manifest."""
     with FileStream(storage, path, listed, hashes=True):
         pass
 
@@ -264,7 +263,7 @@ _HEADER_START = 8  # bytes that hold the length of a file's header
 
 
 class SafetensorsReader(StorageReader):
-    """Storage reader for `torch.distributed.checkpoint.load` that reads and verifies safetensors files."""
+    """Reader of safetensors files for `torch.distributed.checkpoint.load`."""
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True) -> None:
         self._storage, self._directory, self._manifest, self._hashes = storage, directory, manifest, hashes
@@ -273,7 +272,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """Index of all tensors of the checkpoint. It is read from the checkpoint and checked on first use."""
+        """Index of the checkpoint's tensors, read on first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
@@ -284,7 +283,7 @@ class SafetensorsReader(StorageReader):
         return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the dtype, the shape and the stored parts of each tensor in the checkpoint, by key."""
+        """Return the dtype, shape and stored parts of each tensor in the checkpoint."""
         return {
             key: one
             for key, one in self.read_metadata().state_dict_metadata.items()
@@ -292,15 +291,15 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Return the place of a tensor's shard, given its offsets in the tensor: the file and the byte range."""
+        """Return the file and byte range of a tensor's shard, given its offsets."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:
-        """Return the path or URL of a file of the checkpoint, given its name in the manifest."""
+        """Return the path or URL of one of the checkpoint's files."""
         return self._storage.join(self._directory, self._manifest.data, name)
 
     def unread(self) -> list[str]:
-        """Return the files of the checkpoint from which no tensor has been read, so that their hashes are unchecked."""
+        """Return the checkpoint's files from which no tensor has been read."""
         return [name for name in self._manifest.files if name not in self._read_files]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -318,7 +317,7 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Raise an error if a file's header contradicts the checkpoint's index. If `names` is None, check all files."""
+        """Raise an error if a file's header contradicts the checkpoint's index."""
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)

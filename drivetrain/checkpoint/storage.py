@@ -40,7 +40,7 @@ NO_FILE = -1
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and SHA-256 hash of a file, as listed in a checkpoint's manifest."""
+    """Size and SHA-256 hash of a file."""
 
     size: int
     sha256: str
@@ -53,7 +53,7 @@ def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
-    """Run functions in threads, wait until all threads have ended, and raise the first error, if any.
+    """Run functions in threads, wait for all, and raise the first error.
 
     It uses plain threads, because an executor accepts no work after the interpreter has begun to exit. A background
     save must still finish then.
@@ -87,26 +87,28 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 class Reader(Protocol):
-    """Protocol of files that `Storage.open` opens for reading. They behave like Python's unbuffered binary files."""
+    """Protocol of files that `Storage.open` returns."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read into a buffer and return the number of bytes read, like `io.RawIOBase.readinto`."""
+        """Read into a buffer, and return the number of bytes read."""
 
     def seek(self, offset: int, /) -> int:
-        """Continue reading at a byte offset from the start of the file, like `io.IOBase.seek`."""
+        """Continue reading at a byte offset from the start of the file."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class Storage(ABC):
-    """Base class of the places where checkpoints are stored, such as a local disk. Paths are strings."""
+    """Base class of the places where checkpoints are stored, such as a local disk."""
 
     # reading
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the size in bytes of each file below a directory, by relative path. An empty dict if there is none.
+        """Return the size in bytes of each file below a directory, by relative path.
+
+        The dict is empty if the directory does not exist.
 
         Links and other special files have the size `NO_FILE`, and links are not followed.
         """
@@ -121,7 +123,10 @@ class Storage(ABC):
 
     @abstractmethod
     def children(self, root: str) -> list[str]:
-        """Return the names of the subdirectories of a directory, or an empty list if it does not exist."""
+        """Return the names of the subdirectories of a directory.
+
+        The list is empty if the directory does not exist.
+        """
 
     @abstractmethod
     def is_directory(self, path: str) -> bool:
@@ -155,26 +160,26 @@ class Storage(ABC):
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create the directory in which a new checkpoint is written, with subdirectories."""
+        """Create the temporary directory of a new checkpoint, with subdirectories."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write a new file from the given parts, flush it to disk, and return its size and hash."""
+        """Write a file to disk, and return its size and hash."""
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Publish a finished checkpoint: write its manifest, and make it available as `directory`.
+        """Write a finished checkpoint's manifest, and make it available as `directory`.
 
         An older checkpoint of this name is replaced.
         """
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Delete the directory of a failed save. Files that cannot be deleted are left without an error."""
+        """Delete the directory of a failed save, as far as possible."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint. If this is interrupted, no incomplete checkpoint is left under its name."""
+        """Remove a checkpoint, so that an interruption leaves no incomplete one."""
 
     # names
 
@@ -192,7 +197,10 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """Storage on a local or shared file system. Checkpoints are written under a temporary name, then renamed."""
+    """Storage on a local or shared file system.
+
+    Checkpoints are written under a temporary name, then renamed.
+    """
 
     _os: Any = os  # creates, writes and renames files; tests replace it by one that fails
 
@@ -224,7 +232,10 @@ class LocalStorage(Storage):
             return []
 
     def files(self, root: str) -> list[str]:
-        """Return the paths of the regular files in a directory, except hidden ones. Empty if it does not exist."""
+        """Return the paths of the regular files in a directory, except hidden ones.
+
+        The list is empty if the directory does not exist.
+        """
         try:
             with os.scandir(root) as entries:
                 plain = (each for each in entries if each.is_file(follow_symlinks=False))
@@ -286,7 +297,10 @@ class LocalStorage(Storage):
         self.replace(place, directory, token)
 
     def replace(self, place: str, path: str, token: str) -> None:
-        """Rename a finished directory or file to its final path. If this fails, an older one there is restored."""
+        """Rename a finished directory or file to its final path.
+
+        If this fails, an older one at the path is restored.
+        """
         # Sync the directories before the rename, so that a crash cannot leave an incomplete checkpoint.
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
@@ -363,7 +377,9 @@ class LocalStorage(Storage):
 
 
 class FsspecStorage(Storage):
-    """Storage on a file system of fsspec, such as `s3://`, where nothing can be renamed atomically.
+    """Storage on a file system of fsspec, such as `s3://`.
+
+    Nothing can be renamed atomically there.
 
     Each save writes into a new folder `data-TOKEN`. The checkpoint's `MANIFEST.json` names this folder and is uploaded
     last. This single file makes the checkpoint appear, or replaces an older one.
@@ -471,7 +487,7 @@ _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage for a path or URL, such as `s3://bucket/run`, and the path in that storage's form."""
+    """Return the storage for a path or URL, and the path within that storage."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
@@ -509,20 +525,22 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Return a dict that identifies a running process by machine, process id and start time."""
+    """Return a dict that identifies a running process on any machine."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
 
 def writer_token() -> str:
-    """Return a unique token for the name of a temporary file, which shows which process is writing the file."""
+    """Return a unique token that shows which process writes a temporary file."""
     started = round((started_since_boot() or 0.0) * 100)
     # 8 characters for the machine, 8 for the process id, 12 for the start time, and 8 random ones.
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
 
 def clean_stale(root: str) -> list[str]:
-    """Clean up after interrupted saves: remove unfinished checkpoints, and restore those that were moved aside.
+    """Clean up what interrupted saves have left in a directory.
+
+    Unfinished checkpoints are removed, and those that were moved aside are restored.
 
     Args:
         root: The directory that contains the checkpoints, on a local or shared file system.
@@ -548,7 +566,7 @@ def clean_stale(root: str) -> list[str]:
 
 
 def replaced_beside(directory: str) -> str | None:
-    """Return the path of an older checkpoint that an interrupted save has moved aside, or None.
+    """Return the older checkpoint that an interrupted save moved aside, or None.
 
     It is None as well if there is a checkpoint at `directory`.
     """
@@ -573,7 +591,7 @@ def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
 
 
 def _is_in_use(path: str, match: re.Match[str]) -> bool:
-    """Return True if the process that made a temporary path may still use it. `match` is its parsed name."""
+    """Return True if the process that made a temporary path may still use it."""
     what, (root, _) = match["what"], os.path.split(path)
     if match.re is _LEFT_FILE:
         lives = _is_token_alive(match["token"])
@@ -601,7 +619,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return True if the process named by a temporary file's token is running, or None if unknown."""
+    """Return True if the process of a writer's token is running, or None if unknown."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100
@@ -617,7 +635,7 @@ def _is_recent(path: str, patience: float) -> bool:
 
 
 def _host() -> str:
-    """Return text that identifies the machine, its current boot and the container.
+    """Return text that identifies the machine, its boot and the container.
 
     A process id is unique only within a container on one boot of a machine.
     """
@@ -630,7 +648,7 @@ def _host() -> str:
 
 
 def boot_id() -> str:
-    """Return the Linux kernel's identifier of the current boot, or an empty string on other systems."""
+    """Return the Linux kernel's ID of the current boot, or an empty string."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -639,7 +657,7 @@ def boot_id() -> str:
 
 
 def started_since_boot(pid: int | str = "self") -> float | None:
-    """Return the start time of a process, in seconds since the machine's boot, or None if unknown.
+    """Return when a process started, in seconds since the machine's boot.
 
     Unlike a time of day, this value does not change when the clock is set.
     """
@@ -653,7 +671,7 @@ def started_since_boot(pid: int | str = "self") -> float | None:
 
 
 def started_at() -> float:
-    """Return the start time of this process, in seconds since 1970, accurate to about a second."""
+    """Return the start time of this process, in seconds since 1970."""
     since_boot = started_since_boot()
     if since_boot is not None:
         return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)  # a tick is a hundredth
@@ -663,7 +681,7 @@ def started_at() -> float:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return True if the process `pid` is running, and is the one that started at the given time.
+    """Return True if the process that started at the given time is still running.
 
     `started` is a value of `started_at` or `started_since_boot`.
     """

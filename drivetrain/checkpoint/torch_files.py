@@ -31,7 +31,7 @@ def read_pickled(
     data: BinaryIO | None = None,
     mapped: bool = False,
 ) -> Any:
-    """Read tensors and plain values from a file of `torch.save`, without executing code from the file."""
+    """Read tensors and plain values from a file of `torch.save`, without running its code."""
     # torch can map only files in its zip format into memory.
     mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
@@ -47,7 +47,7 @@ def read_pickled(
 
 
 def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
-    """Read arbitrary objects from a trusted file of `torch.save`. This can execute code from the file."""
+    """Read any objects from a trusted file of `torch.save`, whose code may be run."""
     try:
         return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
     except Exception as error:  # constructors of unpickled objects can raise anything
@@ -55,7 +55,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Check the parts of a file of `torch.save` against their checksums, and raise an error if one is damaged.
+    """Check the parts of a file of `torch.save` against their checksums.
 
     `torch.load` does not make this check.
     """
@@ -70,7 +70,7 @@ def check_parts(path: str | os.PathLike[str]) -> None:
 
 
 def plain_classes() -> list[Any]:
-    """Return classes and functions of NumPy and the standard library that are safe to unpickle, for `torch.load`."""
+    """Return harmless classes that `torch.load` may unpickle, such as NumPy's."""
     # NumPy 2 has moved these functions, and files may use either name.
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
@@ -91,7 +91,7 @@ def plain_classes() -> list[Any]:
 
 
 def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
-    """Return the names of the classes and functions in a file of `torch.save` that are not safe to unpickle."""
+    """Return the names in a file of `torch.save` that are not safe to unpickle."""
     try:
         with torch.serialization.safe_globals(plain_classes()):
             found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
@@ -123,7 +123,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def bare_name(name: str) -> str:
-    """Return a parameter's name without the prefixes that FSDP, activation checkpointing and compilation add."""
+    """Remove the prefixes that wrappers such as FSDP add to a parameter's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -145,11 +145,11 @@ class TorchShards:
 
     @staticmethod
     def is_here(directory: str | os.PathLike[str]) -> bool:
-        """Return True if a local directory contains a checkpoint in the format of `torch.distributed.checkpoint`."""
+        """Return True if a directory contains a `torch.distributed.checkpoint` checkpoint."""
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """Map the names of the tensors below a top-level key, such as `"model"`, to names without that key."""
+        """Return the tensors below a top-level key, with their names below that key."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
@@ -171,7 +171,7 @@ class TorchShards:
         return whole
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole content of the checkpoint, nested as it was saved, with tensors and other values."""
+        """Return the whole content of the checkpoint, nested as it was saved."""
         nested: dict[Any, Any] = {}
         for name in self.tensors:
             _put(nested, self._path_of(name), self.tensor(name))
@@ -183,7 +183,7 @@ class TorchShards:
         return tuple(self._paths.get(name, (name,)))
 
     def _read(self, name: str, offsets: tuple[int, ...]) -> Any:
-        """Read one stored entry of the checkpoint: the shard of a tensor at `offsets`, or a value of another type."""
+        """Read one stored entry: the shard of a tensor at `offsets`, or another value."""
         place = self._places.get(name, {}).get(offsets)
         if place is None:
             raise CheckpointError(f"The metadata in {self.directory} lists no position of {name}.")
@@ -205,7 +205,7 @@ class _UnknownRecord(pickle.UnpicklingError):
 
 
 class _Records(pickle.Unpickler):
-    """Unpickler for `torch.distributed.checkpoint` metadata. It rejects all other classes, which could run code."""
+    """Unpickler for checkpoint metadata of torch, which rejects all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         # dtypes are pickled by name, such as `torch.float32`.
@@ -239,7 +239,7 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Convert dicts with integer keys, which stand for positions in a list, to lists, at all levels."""
+    """Convert dicts whose keys are list positions to lists, at all levels."""
     if not isinstance(nested, dict):
         return nested
     # Integers in a path are positions in a list.
@@ -256,7 +256,7 @@ BY_POSITION = "#"
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return an optimizer's state with text keys: parameter names, or positions such as `#0` if it has no names.
+    """Return an optimizer's state with parameter names, or positions such as `#0`, as keys.
 
     The state that FSDP saves uses names, and all others use positions.
     """
@@ -313,6 +313,6 @@ def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict
 
 
 def holds_positions(saved: Any) -> bool:
-    """Return True if an optimizer's state identifies parameters by position instead of by name."""
+    """Return True if an optimizer's state identifies parameters by position."""
     groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
     return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])

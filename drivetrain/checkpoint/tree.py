@@ -43,7 +43,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Split a nested structure into a form that JSON can represent, and a dict of its tensors by key."""
+    """Split a nested structure into a form for JSON and a dict of its tensors."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
@@ -65,7 +65,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from its JSON form and its tensors. Raise an error if the JSON is damaged."""
+    """Rebuild a nested structure from its JSON form and its tensors."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -87,7 +87,7 @@ def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Rebuild a value that JSON cannot represent, such as a tuple, from its tag (`__tuple__`) and content."""
+    """Rebuild a value such as a tuple from its tag (`__tuple__`) and content."""
     try:
         if word == "__tensor__":
             return tensor_of(_text(content))
@@ -108,7 +108,7 @@ class _NotWritten(Exception):
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """Return the keys of all tensors that a JSON-encoded state refers to, in order and without duplicates."""
+    """Return the keys of all tensors in a JSON-encoded state."""
     # A dict, because it keeps the order of its keys, unlike a set.
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
@@ -116,7 +116,7 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key of the tensor at a path of a packed state, such as `engine/models/0/bias`. None if absent.
+    """Return the key of the tensor at a path of a JSON-encoded state, or None.
 
     Tied tensors have one key.
 
@@ -131,18 +131,18 @@ def key_at(packed: Any, path: str) -> str | None:
 
 
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array of a tensor's shape and dtype that occupies no memory. Its values are zeros."""
+    """Return an array with the shape and dtype of a tensor that occupies no memory."""
     # A broadcast view has the full shape, but memory for one element only.
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Return True if a dict from JSON encodes another type, as `{"__tuple__": [1, 2]}` encodes a tuple."""
+    """Return True if a dict from JSON stands for another type: `{"__tuple__": [1, 2]}`."""
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """Return the value at nested keys and indices of a JSON-encoded state, or None if one of them is missing."""
+    """Return the value at nested keys of a JSON-encoded state, or None."""
     for part in path:
         try:
             packed = packed[part]
@@ -343,7 +343,7 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Parse the JSON content of a checkpoint file. `path` is used in error messages only."""
+    """Parse the JSON content of a checkpoint file."""
     try:
         # json.loads accepts NaN and Infinity by default, which are not valid JSON.
         return json.loads(raw, parse_constant=_refused_constant)
@@ -356,7 +356,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as JSON for a checkpoint file. Raise an error if it has NaN or infinite numbers."""
+    """Encode a value as JSON for a checkpoint file."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -397,7 +397,7 @@ INDEX = f"{FOLDER}/index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Entry for a tensor or a shard in a safetensors file: its name, dtype and shape."""
+    """Name, dtype and shape of a tensor or shard in a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -423,7 +423,7 @@ class Entry:
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the tensor's description in a safetensors header, if its data begins at offset `start`."""
+        """Return the tensor's description in a safetensors header."""
         name = dtype_name(self.dtype)
         known = name in _NAMES
         return {
@@ -435,7 +435,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Place where part of a tensor is stored in a checkpoint: the file, the first byte and the number of bytes."""
+    """File and byte range in which part of a tensor is stored."""
 
     file: str
     start: int
@@ -448,7 +448,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name in a safetensors header, such as `"F32"`. Raise `ValueError` if unknown."""
+    """Return the dtype of a name in a safetensors header, such as `"F32"`."""
     found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
     if found is None:
         raise ValueError(f"{name!r} is not a known dtype; the known dtypes are {', '.join(_NAMES.values())}")
@@ -456,7 +456,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Compute the layout of a safetensors file: its header, and the offset at which each tensor begins."""
+    """Compute a safetensors header, and the offset of each tensor's data."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -471,7 +471,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return the order in which to write tensors, as indices, so that each begins at an aligned offset.
+    """Return the order in which tensors are written at aligned offsets, as indices.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
     so on follow. Each tensor then starts at a multiple of its item size.
@@ -481,7 +481,7 @@ def aligned(entries: Iterable[Entry]) -> list[int]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor as a memoryview. A contiguous CPU tensor is not copied."""
+    """Return the bytes of a tensor as a memoryview, without a copy if possible."""
     # Conjugation and negation may be pending flags of a tensor, which its bytes do not show.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if plain.numel() == 0:
@@ -490,7 +490,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if stored bytes of a dtype can be read directly into the memory of a tensor."""
+    """Return True if stored bytes can be read directly into a tensor's memory."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
     return plain and target.dtype == dtype
 
@@ -508,7 +508,7 @@ class Placed:
 
 
 def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """Parse the header of a safetensors file. Return the tensors by name, and the metadata."""
+    """Parse the header of a safetensors file to its tensors and metadata."""
     length = header_length(head, size, where)
     begin = _LENGTH + length
     try:
@@ -532,7 +532,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """Return the length of a safetensors header in bytes, from the first eight bytes of the file."""
+    """Return the length of a safetensors header in bytes."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
     # The limit keeps a damaged length from allocating a huge amount of memory.
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):

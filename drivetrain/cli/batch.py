@@ -15,7 +15,7 @@ def _split(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator that makes a function a command that writes a batch file, for example for SLURM.
+    """Return a decorator for commands that write a batch file, for example for SLURM.
 
     Args:
         name: The name of the command.

@@ -114,7 +114,7 @@ def _terminal() -> Terminal:
 
 
 class Terminal:
-    """Terminal in which the questions of `drivetrain config` are asked, by the package questionary."""
+    """Terminal in which `drivetrain config` asks its questions."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         import questionary
@@ -127,7 +127,7 @@ class Terminal:
         return bool(self._answer(questionary.confirm(question, default=default)))
 
     def enter(self, question: str, name: str, default: str) -> Any:
-        """Ask the user for the value of a launch setting, and return it. Invalid values cannot be entered.
+        """Ask the user for the value of a launch setting, until it is valid.
 
         Args:
             question: The text of the prompt.

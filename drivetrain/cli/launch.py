@@ -36,7 +36,7 @@ def section_of(name: str) -> str:
 
 
 def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add one flag for each launch setting to a command. Flags that are not given have the value None."""
+    """Add a flag for each launch setting to a command."""
     for setting in reversed(SETTINGS.values()):
         names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
         names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]

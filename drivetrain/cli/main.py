@@ -90,7 +90,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Group of commands that imports each command only when it is run, so that `--help` is fast."""
+    """Group of commands that imports each command only when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -129,7 +129,7 @@ def explain(code: str | None) -> None:
 
 
 def main() -> None:
-    """Run drivetrain's command line. Its own errors are printed without a traceback."""
+    """Run drivetrain's command line, printing its own errors without a traceback."""
     try:
         code = cli(prog_name="drivetrain", standalone_mode=False)
     except click.exceptions.Abort:

@@ -67,7 +67,7 @@ def gcloud_command(
     install_accelerate: bool = False,
     accelerate_version: str = "latest",
 ) -> list[str]:
-    """Return the command that runs commands on all workers of a TPU pod. Arguments are the flags of `tpu-config`.
+    """Return the gcloud command that runs commands on all workers of a TPU pod.
 
     Raises:
         ConfigurationError: The name, the zone or the commands are missing, or a file does not exist.

@@ -35,7 +35,7 @@ LOW_PRECISION = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of `drivetrain test`: the check's name, whether it passed, and an explanation.
+    """Result of one check of `drivetrain test`, with an explanation.
 
     Attributes:
         name: Name of the check.
@@ -49,7 +49,7 @@ class Finding:
 
 
 class CheckFailed(Exception):
-    """Raised if a check of `drivetrain test` fails. The message compares the result with the expected one."""
+    """Raised if a check of `drivetrain test` fails."""
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ class Network(nn.Module):
 
 
 class Trial:
-    """The checks that `drivetrain test` runs on a distributed setup, such as collectives, training and checkpoints.
+    """Checks that `drivetrain test` runs on a distributed setup.
 
     Later checks rely on earlier ones.
     """
@@ -215,7 +215,7 @@ class Trial:
         return outputs.float()
 
     def losses(self, steps: int = STEPS) -> Iterator[float]:
-        """Train a small network on the setup under test. Yields the mean loss of each step over all processes."""
+        """Train a small network on the setup under test, and yield the loss of each step."""
         accelerator = self.accelerator
         loader = DataLoader(self.data, ROWS)
         if self.model is None:
@@ -265,7 +265,7 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """Return a context with the path for a temporary checkpoint that all processes can access."""
+    """Create a temporary checkpoint path that all processes can access."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:
@@ -281,7 +281,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Run the checks of `drivetrain test` until one fails, and return results. All processes must call this.
+    """Run the checks of `drivetrain test` until one fails, and return the results.
 
     Args:
         processes: The expected number of processes. None accepts any number.
@@ -314,7 +314,7 @@ def examine(
 
 
 def main() -> None:
-    """Run the checks of `drivetrain test`, and write their results to a file for the command to read."""
+    """Run the checks of `drivetrain test`, and write their results to a file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--results", required=True)
     parser.add_argument("--processes", type=int)

@@ -24,7 +24,7 @@ PAYS = 1.1
 
 @dataclass(frozen=True)
 class Change:
-    """One change that `drivetrain tune` tries on a training script, such as more data loader workers.
+    """Change that `drivetrain tune` tries on a script, such as more loader workers.
 
     Attributes:
         text: The change as Python code.

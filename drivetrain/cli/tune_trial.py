@@ -119,7 +119,7 @@ class Pace(Callback):
 
 
 def _patch_trainer(change: Change, result: Path) -> None:
-    """Patch `Trainer` so that the user's script only runs a few steps with a changed setting, and times them.
+    """Patch `Trainer` so that the user's script times a few steps with one change.
 
     Args:
         change: The change to try.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """Facts about one batch of this process, such as its number in the epoch, its rows and its padding.
+    """Facts about one batch of this process, such as its number and its rows.
 
     Attributes:
         index: Number of the batch among this process's batches of the epoch, from 0.
@@ -50,7 +50,7 @@ class BatchInfo:
 
     @property
     def is_padding(self) -> bool:
-        """True if all rows of the batch are padding, because no data is left for this process in the step."""
+        """True if all rows of the batch are padding."""
         return self.padding > 0 and self.padding == self.rows
 
     @property
@@ -60,7 +60,7 @@ class BatchInfo:
 
     @property
     def start(self) -> int | None:
-        """Position of the first row of the batch among the samples of the epoch, or None if unknown."""
+        """Position of the batch's first row among the epoch's samples, or None if unknown."""
         if self.consumed is None or self.global_rows is None:
             return None
         # `consumed` counts the samples of all processes up to the end of this step.
@@ -77,7 +77,7 @@ class BatchInfo:
 
 @dataclass(eq=False)
 class ActiveLoaders:
-    """Stack of the prepared loaders whose loops are running, from the outermost to the innermost.
+    """Stack of the prepared loaders over which the script is looping.
 
     A loader is added with its first batch. It is removed when it is exhausted or closed, or the loop is left by `break`
     or an exception.
@@ -105,18 +105,18 @@ class ActiveLoaders:
 
     @property
     def loaders(self) -> list[PreparedLoader]:
-        """The loaders that are being iterated, the outermost first, as when validation runs within training."""
+        """Loaders of the running loops, from the outermost to the innermost."""
         return [loader for loader, _ in self._entries]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def enter(self, loader: PreparedLoader) -> None:
-        """Put a loader onto the stack of running loaders. Called when a loop over the loader begins."""
+        """Put a loader onto the stack when a loop over it begins."""
         self._entries.append((loader, self.tick()))
 
     def leave(self, loader: PreparedLoader) -> None:
-        """Remove a loader from the stack of running loaders when its loop ends, and call the `on_leave` callbacks."""
+        """Remove a loader from the stack when the loop over it ends."""
         # From the end, because a loader may be on the stack twice, and its latest loop ends first.
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][0] is loader:
@@ -131,7 +131,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of a tensor's last rows are padding. Its number of rows tells from which batch it comes.
+        """Return how many of the last rows of a tensor are padding.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

@@ -290,7 +290,7 @@ class CombinedLoader:
                     iterator.close()
 
     def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return one batch of each loader, with their `BatchInfo` objects. None at the end of the iteration."""
+        """Return one batch of each loader, or None at the end of the iteration."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -365,7 +365,7 @@ class CombinedLoader:
 
 
 class CountedBatches(Sampler[Any]):
-    """Batch sampler that gives a fixed number of batches, by repeating or cutting those of a loader."""
+    """Batch sampler that repeats or cuts a loader's batches to a given number."""
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self.batches: Any = loader.batch_sampler
@@ -393,7 +393,6 @@ class CountedBatches(Sampler[Any]):
 
 
 def _length_of(loader: Any) -> int | None:
-    """Return the number of batches of a map-style `DataLoader`, or None for any other loader."""
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not is_map_style or isinstance(loader, PreparedLoader) or loader.batch_sampler is None:
         return None
@@ -421,7 +420,7 @@ def _rearranged(structure: Any, batches: Iterator[Any], outermost: bool = True) 
 
 
 def is_structure(value: Any, outermost: bool = True) -> bool:
-    """Return True if a value is a list, tuple or dict of loaders, and False if the value is one loader."""
+    """Return True if a value is a list, tuple or dict of loaders."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     held = list(value.values()) if isinstance(value, Mapping) else list(value)

@@ -87,13 +87,12 @@ class DispatchReader:
         self._reader = None
 
     def _compare(self, read: Callable[[], str | None]) -> None:
-        """Compare the samples that the ranks read first, and raise an error if they differ. All ranks must call it."""
         if self._compared:
             check_same_stream(type(self._loader.dataset).__name__, read(), read)
             self._compared = False
 
     def _digest(self, epoch: int, start: EpochStart) -> str | None:
-        """Read the stream's first samples on this rank, and return their digest (hash). None if reading fails."""
+        """Return a digest of the stream's first samples, or None if reading them fails."""
         try:
             with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
                 reader = self._make_reader()
@@ -120,7 +119,7 @@ class _Exchange:
         self._device = torch.device("cpu") if on_host else PartialState().device
 
     def send(self, steps: Iterator[_Step]) -> Iterator[Pair]:
-        """Send the batches of each step from rank 0 to the other ranks. Yield the batches of rank 0 itself."""
+        """Send each step's batches to the other ranks, and yield those of rank 0."""
         index = self._layout.shard.index
         step = self._next(steps)
         if step is None:
@@ -149,7 +148,7 @@ class _Exchange:
             raise
 
     def receive(self) -> Iterator[Pair]:
-        """Receive batches from rank 0, and yield those of this rank with their `BatchInfo`."""
+        """Receive this rank's batches from rank 0, each with its `BatchInfo`."""
         index = self._layout.shard.index
         while True:
             own, more, final = self._receive_step(index)
@@ -164,7 +163,7 @@ class _Exchange:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Make the other ranks raise the error with which rank 0 failed to read a batch."""
+        """Make the other ranks raise the error with which rank 0 has failed."""
         self._send_header([_FAILED] + [0] * (_COMMON - 1))
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
@@ -255,5 +254,4 @@ def _is_slot(value: object) -> bool:
 
 
 def _is_plain_tensor(value: object) -> bool:
-    """Return True if a value is a plain dense tensor, which is sent without pickling."""
     return isinstance(value, Tensor) and type(value) is Tensor and value.layout is torch.strided

@@ -44,7 +44,7 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch from a worker process, with the numbers of rows and padding rows that the worker counted."""
+    """Batch from a worker process, with its numbers of rows and padding rows."""
 
     batch: Any
     rows: int  # including padding
@@ -54,7 +54,7 @@ class Record(NamedTuple):
 
 
 class BatchedStream(IterableDataset[Record]):
-    """Dataset that groups the samples of an iterable dataset into batches, and collates those of one process.
+    """Dataset that groups an iterable dataset's samples into collated batches.
 
     Every process reads the whole stream. Each worker groups the samples of its own stream.
     """
@@ -134,7 +134,7 @@ def _seed_each_sample(samples: Iterator[Any], seed: int) -> Iterator[Any]:
 
 
 def _isolated(records: Iterator[Record]) -> Iterator[Record]:
-    """Yield records without changing the state of the global random generators while reading them."""
+    """Read records without using the global random generators."""
 
     def draw() -> Record | None:
         with isolated_random_state():
@@ -158,7 +158,7 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
 
 
 class StreamReader:
-    """Reader of an iterable dataset. Every process reads all samples, and keeps those of its own share."""
+    """Reader of an iterable dataset, of which each process keeps its own share."""
 
     def __init__(
         self, loader: DataLoader[Any], layout: Layout, seed: int | None, compared: bool = False, keep: int = 0
@@ -308,7 +308,7 @@ Pair = tuple[Any, BatchInfo]
 
 
 class ReadyBatchesReader:
-    """Reader of an iterable of finished batches, such as a list or a loader with its own `__iter__`.
+    """Reader of finished batches, such as a list of them.
 
     Every process iterates over all batches and keeps its own. A resumed epoch begins from the loader's own state if the
     loader has `state_dict` and `load_state_dict`. Otherwise the earlier batches are read again in the random state at
@@ -386,7 +386,7 @@ class ReadyBatchesReader:
 
 
 class _LoaderStates:
-    """Recent states of a user's loader that has a `state_dict` method, as torchdata's loaders do."""
+    """Recent states of a user's loader that has a `state_dict` method."""
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
@@ -429,7 +429,7 @@ class _LoaderStates:
         return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
     def after(self, batches: int | None) -> dict[str, Any] | None:
-        """Return the state that the user's loader had after `batches` batches of the epoch, or None if unknown.
+        """Return the state of the user's loader after `batches` batches, or None if unknown.
 
         The argument None asks for the state at the end of the epoch.
         """
@@ -440,7 +440,7 @@ class _LoaderStates:
         return self._kept.get(batches)
 
     def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
-        """Resume the user's loader from a saved state and return its iterator. None if that is not possible.
+        """Resume the user's loader from a saved state, or return None if it cannot be resumed.
 
         States of torchdata hold the workers' parts and therefore need an equal number of workers. Between epochs,
         torchdata's loaders have no state besides the generators that a position holds.
@@ -469,7 +469,7 @@ class _LoaderStates:
 
 
 def _restores_order(loader: Any) -> bool:
-    """Return True if restoring a loader's state also restores the order in which it reads samples.
+    """Return True if a loader's state includes the order of its samples.
 
     torchdata saves a sampler's position. It saves the order only if the sampler is torchdata's own or has a state.
     """
@@ -572,7 +572,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Group batches into steps. Yield a list with one entry per process: a batch, or None if data ran out."""
+    """Group batches into steps, with a batch or None for each process."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 
 class PreparedLoader(DataLoader[Any]):
-    """Loader that gives this process its share of a user's loader; created by `prepare_loader`.
+    """Loader that gives this process its share of a user's loader.
 
     The batches of all processes, ordered by step and rank, are those of the user's loader in a single process. All
     other attributes are those of the user's loader, such as `dataset`, `batch_size`, `sampler`, `num_workers` and
@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Start an iteration, and return an iterator over this process's batches, which are on the device.
+        """Return an iterator over this process's batches, moved to the device.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -115,7 +115,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """Return an iterator over batches as `PendingBatch` objects, which move to the device on first use."""
+        """Return an iterator over batches that move to the device on first use."""
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
@@ -140,17 +140,17 @@ class PreparedLoader(DataLoader[Any]):
         return self._batches(opened, pend)
 
     def end_workers(self) -> None:
-        """Stop the loader's persistent worker processes. The next iteration starts new ones."""
+        """Stop the loader's persistent worker processes."""
         self._reader.restart()
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the loader's state. Deprecated in favor of `preserve_state`."""
+        """Restore the loader's state after a block. Deprecated in favor of `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Restore the loader's position and random generators when the `with` block ends, as after a trial run.
+        """Restore the loader's position and random generators when the `with` block ends.
 
         The generators held by the loader, its samplers and its dataset are restored, and persistent workers are
         stopped. The global generators and other state of the dataset are not restored.
@@ -189,7 +189,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches
 
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
-        """Yield this process's batches, wrapped in `PendingBatch` if `pend` is True, and update `current`."""
+        """Yield this process's batches, and keep `current` up to date."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         batches: Iterator[PendingBatch] = iter(())
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
@@ -228,7 +228,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int | None:
-        """Number of batches left for this process in the epoch, including the current one. None if unknown."""
+        """Number of batches left in the epoch, with the current one, or None if unknown."""
         info = self.current
         if info is not None and info.last:
             return 1
@@ -259,11 +259,14 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of the latest epoch, from 0, or of the next one after `set_epoch` and before the first iteration."""
+        """Number of the current epoch, counted from 0.
+
+        Before the first iteration, it is that of the next epoch.
+        """
         return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch for the next iteration, and pass it to the dataset and the samplers.
+        """Set the number of the next epoch, also in the dataset and the samplers.
 
         Without this call, each iteration is the next epoch. A loaded position in another epoch is discarded.
 
@@ -310,7 +313,7 @@ class PreparedLoader(DataLoader[Any]):
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
-        """Return the dataset, or None if it has no `set_epoch` method, and all samplers that have one."""
+        """Return the dataset (or None) and the samplers that have a `set_epoch` method."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
@@ -337,18 +340,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def resumes(self) -> bool:
-        """True if the next iteration starts at a position that was loaded from a checkpoint or set by `skip`."""
+        """True if the next iteration starts at a loaded position or after `skip`."""
         return self._resume is not None
 
     @property
     def resumes_within(self) -> bool:
-        """True if the next iteration starts within an epoch, as after loading a checkpoint or after `skip`."""
+        """True if the next iteration starts within an epoch."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Leave out this process's first `num_batches` batches in the next iteration, to resume within an epoch.
+        """Skip this process's first `num_batches` batches in the next iteration.
 
         Skipped samples of a map-style dataset are not read.
 
@@ -378,17 +381,17 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = False
 
     def leave_epoch(self) -> None:
-        """Discard a loaded position within an epoch, so that the next iteration begins the following epoch."""
+        """Discard a loaded position, so that the next epoch begins."""
         if self.resumes_within:
             self._resume, self._begun = None, True
 
     def rewind(self) -> None:
-        """Restart the epoch of the loaded position from its first batch, in the order that was saved."""
+        """Restart the epoch of the loaded position, in the order that was saved."""
         if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position for a checkpoint: epoch, consumed samples and random state of the order.
+        """Return the loader's position, to be stored in a checkpoint.
 
         Returns:
             A dict of numbers, strings, tensors, and lists and dicts of these. It can be loaded with any number of
@@ -438,7 +441,7 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position in the data from a checkpoint. The next iteration continues with the following sample.
+        """Restore a position, so that the next iteration continues after it.
 
         Args:
             state: Dict from `state_dict`, from a run with any number of processes and workers.
@@ -473,7 +476,7 @@ class PreparedLoader(DataLoader[Any]):
         return [state.process_index, state.num_processes]
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """Return how many of the loader's batches lie before a saved position. Batch sizes may have changed."""
+        """Return how many batches lie before a saved position, if batch sizes have changed."""
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
@@ -503,18 +506,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Number of real samples in the epoch's last step, over all processes. -1 in earlier steps or if unknown."""
+        """Number of real samples in the epoch's last step, or -1 in other steps."""
         info = self.current
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 
     @property
     def is_shared(self) -> bool:
-        """True if the loader's data is divided among processes. False if each process reads the whole loader."""
+        """True if the loader's data is divided among the processes."""
         return self._layout.shard.count > 1
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples that all processes together take in a full step, or None if unknown."""
+        """Number of samples in a full step of all processes, or None if unknown."""
         sampler = getattr(self.loader, "batch_sampler", None)
         size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         return size * self._group_size if isinstance(size, int) else None
@@ -527,7 +530,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in the user's dataset, before it is shared between processes."""
+        """Number of samples in the user's dataset."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:

@@ -48,7 +48,7 @@ def gathered(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
-    """Select rows of a tensor by index. From a CPU tensor, they are copied to pinned memory, for fast transfers.
+    """Select rows of a tensor, in pinned memory if the tensor is on the CPU.
 
     torch reuses freed pinned memory only after all copies from it to a device have finished, so no buffer is
     overwritten during a copy.
@@ -67,7 +67,7 @@ def can_pin() -> bool:
 
 
 class WholeBatches(Dataset[Any]):
-    """Dataset whose items are collated batches. A `TensorDataset` is indexed once per batch, not once per sample.
+    """Dataset whose items are whole, collated batches.
 
     The user's dataset is inspected for each batch, because it may change between batches.
     """
@@ -96,14 +96,14 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return True if whole batches of a dataset can be read at once, as from torch's `TensorDataset`."""
+    """Return True if a whole batch of a dataset can be read by one indexing."""
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Return a batch of a `TensorDataset` by indexing its tensors once. None if the dataset is of another kind."""
+    """Return a batch of a `TensorDataset` by one indexing, or None for other datasets."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -120,7 +120,7 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
 
 
 def _is_as_in_torch(dataset: Any, kind: type) -> bool:
-    """Return True if a dataset is exactly of torch's class `kind`, with torch's own methods for reading."""
+    """Return True if a dataset is of exactly this torch class, with torch's own methods."""
     return type(dataset) is kind and "__getitems__" not in vars(dataset) and kind.__getitem__ is _OWN_READING[kind]
 
 
@@ -142,7 +142,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """Batch sampler for a DataLoader that lasts for many epochs. The function `begin` gives each epoch's batches."""
+    """Batch sampler that gives a DataLoader the batches of many epochs."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -152,7 +152,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Reader of a map-style dataset. It shards the user's sampler, and reads the samples with a DataLoader."""
+    """Reader of a map-style dataset, which shards the user's sampler."""
 
     def __init__(
         self,
@@ -402,12 +402,12 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
 
 
 def _started(items: Iterator[Any]) -> Iterator[Any]:
-    """Start an iterator by reading its first item, since samplers then draw their order. No item is lost."""
+    """Start an iterator by reading its first item, which makes samplers draw their order."""
     return chain(list(islice(items, 1)), items)
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Raise an error unless all processes agree on the sampler's first batch. Return the batches unchanged."""
+    """Raise an error unless all processes have the same first batch of indices."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])

@@ -41,7 +41,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class KeyedPermutation:
-    """Pseudo-random permutation of `range(length)` that is computed position by position.
+    """Pseudo-random permutation of `range(length)`, computed at each position.
 
     A Feistel network of 8 rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
     functions", SIAM J. Comput. 17(2), 1988) permutes the smallest domain with an even number of bits that holds
@@ -208,7 +208,7 @@ LARGE_SET = 50_000_000  # with more samples, a RandomSampler's list of indices t
 
 
 class InterleavingSampler(DistributedSampler[Any]):
-    """`DistributedSampler` that gives this process every n-th sample for n processes, with a fixed seed.
+    """`DistributedSampler` that gives this process every n-th sample.
 
     If the length is not a multiple of the number of processes, the first samples are repeated at the end.
 
@@ -240,7 +240,7 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Position in an epoch at which reading starts or resumes, with the random state that determines the order.
+    """Position in an epoch at which reading starts or resumes.
 
     Attributes:
         batches: Number of the user's batches before the position.
@@ -258,7 +258,7 @@ class Position:
 
 
 class IndexOrder:
-    """Order in which a map-style dataset is read: the user's sampler as a sequence of batches of indices."""
+    """Order in which a map-style dataset is read, as batches of indices."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batched = loader.batch_sampler is not None
@@ -277,7 +277,7 @@ class IndexOrder:
 
     @property
     def source(self) -> Any:
-        """The sampler that determines the order: the loader's batch sampler, or its sampler if there is none."""
+        """The batch sampler of the loader, or its sampler if it has none."""
         return self.batch_sampler if self.batched else self.sampler
 
     @property
@@ -337,7 +337,7 @@ class IndexOrder:
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over lists of indices. Without batching, each single index becomes a list."""
+        """Return an iterator over lists of indices, also without batching."""
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
@@ -367,7 +367,7 @@ class IndexOrder:
 def _skip_indices(
     sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
 ) -> tuple[Iterator[Any], list[Any]]:
-    """Skip a sampler's first `skipped` indices. Return the others, and a list of the first `keep` indices."""
+    """Skip a sampler's first indices. Return the others, and the first `keep`."""
     if type(sampler) is PermutationSampler:
         rest = sampler.iterate_from(skipped)
         following = list(islice(rest, 1))  # reading the first index begins the epoch
@@ -385,7 +385,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip batches before a position. Return the others, the epoch's first samples and the number skipped."""
+    """Skip the batches before a position. Return the others, and the epoch's first."""
     head = Head([], [])
     skipped = count = 0
 
@@ -414,7 +414,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Wrapper of a `RandomSampler` that seeds it in each epoch, with a fixed seed plus the epoch's number."""
+    """Wrapper of a `RandomSampler` that is seeded for each epoch."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self._seed = seed

@@ -19,7 +19,7 @@ Place = Callable[[Any], Any]
 
 
 class SideStreamPlacement:
-    """Callable that copies batches to the device on a side stream, while earlier batches are being processed.
+    """Callable that copies batches to the device on a side stream.
 
     The host never waits. A copy runs beside the kernels of the previous batch, and kernels queued after `receive` wait
     for it. Copies overlap only if host memory is pinned and the placing function uses `non_blocking=True`.
@@ -36,7 +36,7 @@ class SideStreamPlacement:
         return self.receive(self.send(batch))
 
     def send(self, batch: Any) -> Any:
-        """Start copying a batch to the device on the side stream. Pass the result to `receive` before using it."""
+        """Start copying a batch to the device on the side stream."""
         # Created late, so that preparing a loader does not initialise the device.
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
@@ -44,7 +44,7 @@ class SideStreamPlacement:
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Make the device's current stream wait for the copy of a batch that `send` started, and return the batch."""
+        """Return a sent batch, for which the device's current stream waits."""
         current = self._kind.current_stream(self._device)
         if current is not None:
             current.wait_stream(self._stream)
@@ -63,14 +63,14 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Return a function that moves batches like `place`, but on a side stream if the device has streams."""
+    """Return a function that moves batches to the device, on a side stream if possible."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
 
 
 def sends_ahead(place: Place | None) -> bool:
-    """Return True if `place` copies the next batch to the device while the current one is being processed."""
+    """Return True if `place` copies the next batch while the current one is processed."""
     return isinstance(place, SideStreamPlacement) and place.sends_ahead
 
 
@@ -78,7 +78,7 @@ _ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
 
 
 class PendingBatch:
-    """Batch on the host that moves to the device when it is first used, or earlier if `send` is called.
+    """Batch on the host that moves to the device when it is first used.
 
     Args:
         batch: The batch on the host.
@@ -110,7 +110,7 @@ class PendingBatch:
 
     @property
     def is_missing(self) -> bool:
-        """True if the batch has no data, as for a loader of a `CombinedLoader` that has already ended."""
+        """True if the batch has no data because its loader has ended."""
         return self._batch is None
 
     @property
@@ -118,7 +118,9 @@ class PendingBatch:
         return self._state == _RELEASED
 
     def take(self) -> Any:
-        """Return the batch on the device, moving it there if necessary. Then start copying the following batch.
+        """Return the batch on the device, moving it there if necessary.
+
+        Then start copying the following batch.
 
         Release the previous batch first, so that at most two batches are on the device.
         """
@@ -140,13 +142,13 @@ class PendingBatch:
         self._following = following
 
     def send(self) -> None:
-        """Start copying the batch to the device, unless that has already been done."""
+        """Start copying the batch to the device."""
         if self._state == _ON_HOST:
             self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
             self._state = _SENT
 
     def release(self) -> None:
-        """Free the batch after it has been processed. It cannot be used afterwards."""
+        """Free the batch after it has been processed."""
         if self._batch is not None:
             # Not None, which stands for a missing batch (see `is_missing`).
             self._batch = ...
@@ -154,7 +156,7 @@ class PendingBatch:
 
 
 class PendingParts(PendingBatch):
-    """`PendingBatch` of several loaders' batches (parts), which are moved and combined when first used."""
+    """`PendingBatch` that combines the batches of several loaders."""
 
     __slots__ = ("_arranged", "_parts")
 
@@ -175,7 +177,7 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Wrap batches as `PendingBatch` objects, each linked to the next so that the next can be copied early."""
+    """Wrap batches as `PendingBatch` objects, each linked to the next."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)
@@ -199,7 +201,7 @@ def _nothing() -> None:
 
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield items one step late: when an item is yielded, the following one has already been read."""
+    """Yield items after the following one has been read."""
     held: list[Item] = []  # never holds the latest yielded item, so that it can be freed
     for item in items:
         held.append(item)

@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Result of `Reader.open`: the batches of this process, and a function to call at the end.
+    """Result of `Reader.open`: the batches of this process and a closing function.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.
@@ -59,18 +59,18 @@ class Reader(Protocol):
 
     @property
     def reads_ahead(self) -> bool:
-        """True if the next batch may be read before the current one is processed, without any effect on results.
+        """True if reading the next batch early has no effect on results.
 
         This is the case if workers read ahead anyway and the whole order is already drawn.
         """
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Open an epoch at a position. Return an `Opened` with at most `limit` batches of this process."""
+        """Open an epoch at a position, with at most `limit` batches of this process."""
         ...
 
     def restart(self) -> None:
-        """End persistent workers and forget earlier iterations, so that the next one is like that of a new loader."""
+        """End persistent workers and forget earlier iterations."""
         ...
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ _SPLITTING_PACKAGES = {"litdata", "streaming", "webdataset", "wids"}
 
 
 def is_split_already(loader: Any) -> bool:
-    """Return True if a loader already reads different data on each process, which must not be sharded again.
+    """Return True if a loader already reads different data on each process.
 
     All processes must call this, because they compare their tables of the package `datasets`.
     """
@@ -101,12 +101,11 @@ def is_split_already(loader: Any) -> bool:
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """Return an iterator over at most `limit - skipped` items, or over all of them if `limit` is None."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Start an iterator. Return its first item in a list (empty if there is none), and an iterator over all items.
+    """Start an iterator. Return its first item, in a list, and an iterator over all.
 
     The iterator keeps no reference to items that it has yielded.
     """
@@ -125,7 +124,7 @@ def smallest_known(*lengths: int | None) -> int | None:
 
 
 def last_rows(loader: Any) -> int | None:
-    """Return how many rows the last batch of a loader will have, or None if this cannot be computed in advance."""
+    """Return the number of rows of a loader's last batch, or None if unknown."""
     if isinstance(loader, (list, tuple)):
         return batch_size_or_none(loader[-1]) if loader else None
     batches = getattr(loader, "batch_sampler", None)
@@ -146,7 +145,7 @@ def do_nothing() -> None: ...
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the options of a given one, but another dataset. `changes` overrides options."""
+    """Return a DataLoader with the options of another one, but a new dataset."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,

@@ -35,7 +35,7 @@ _FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """Return True if reading a sample never draws random numbers, as for tensors, lists and their subsets."""
+    """Return True if reading a sample never draws random numbers."""
     if "__getitems__" in getattr(dataset, "__dict__", ()):  # set on the instance; torch's DataLoader calls it
         return False
     # A table of the package `datasets` that only converts its values to tensors.
@@ -57,7 +57,7 @@ def is_deterministic_collate(collate_fn: Any) -> bool:
 
 
 def key_of(index: Any) -> int:
-    """Return an integer for a dataset index of any type, equal in all processes, to seed reading the sample."""
+    """Return an integer for an index of any type, equal in all processes."""
     try:
         return operator.index(index)
     except TypeError:
@@ -70,7 +70,7 @@ def as_is(batch: Any) -> Any:
 
 
 class SeededBatches(Dataset[Any]):
-    """Dataset that reads and collates whole batches. It seeds the random generators before each sample.
+    """Dataset of whole batches that seeds the random generators for each sample.
 
     It is indexed with `(epoch, indices)`, because persistent workers hold a copy that `set_epoch` cannot reach. In the
     main process the global generators are restored afterwards.
@@ -161,7 +161,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Read and return the first batch's samples, and record which global random generators they use."""
+        """Read the first batch's samples, and record which random generators they use."""
         drawn: list[str] = []
         samples = []
         for index in indices:
@@ -181,7 +181,7 @@ def collate_seed(seed: int, epoch: int, key: int) -> int:
 
 
 class ShowUsersDataset:
-    """Callable for `worker_init_fn` that makes `get_worker_info().dataset` return the user's dataset."""
+    """`worker_init_fn` that makes `get_worker_info()` show the user's dataset."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn

@@ -32,7 +32,7 @@ _END: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows that one process takes in a step: a range of rows of one batch, followed by padding rows.
+    """Rows of a batch that one process takes in a step, and its padding rows.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -50,7 +50,7 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Rules for dividing batches among processes, including what happens at the end of an epoch.
+    """Rules for dividing batches among processes.
 
     Attributes:
         shard: Part of the data that this process reads.
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of the user's batches that all processes together take in one step."""
+        """Number of the user's batches in one step of all processes."""
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Plan which rows of a step's batches one process takes, from the batches' sizes. None if it gets none."""
+    """Plan which rows of a step's batches one process takes, or return None."""
     if not all(sizes):
         raise DataError(
             "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
@@ -152,7 +152,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Yield each item with a bool, which is True for the last one."""
+    """Yield each item with True if it is the last one, else False."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
@@ -177,7 +177,7 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Divide a sampler's batches among processes. Yield those of this process, each with its `BatchInfo`."""
+    """Divide a sampler's batches among processes, and yield those of this one."""
     if layout.shard.count == 1:
         held: list[Sequence[Item]] = []  # empty while suspended, so that a batch is freed with its step
         for batch, last in map(_not_last, batches) if streaming else with_last(batches, length):
@@ -285,7 +285,9 @@ class BatchMismatch(Exception):
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
-    """Build a batch from selected rows of several batches. `picks` numbers the rows of all batches in order.
+    """Build a batch from selected rows of several batches.
+
+    `picks` numbers the rows of all batches in order.
 
     Tensors, NumPy arrays and lists are columns if they are as long as their batch has rows. All other values are taken
     unchanged from the last batch.
@@ -421,7 +423,7 @@ def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def digest_of(samples: Any) -> str:
-    """Return a hash of samples, with which processes can check that they have read equal samples.
+    """Return a hash of samples, so that processes can compare what they read.
 
     For objects of unknown classes, it covers the bytes (`tobytes`, as for images) or the attributes.
     """
@@ -455,7 +457,7 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Check that all processes read the same stream, by digests of its first samples. Raise an error if not.
+    """Raise an error unless all processes read the same stream of samples.
 
     An iterable dataset that shards itself would lose data if it were sharded again. All processes must call the
     function.
@@ -500,7 +502,7 @@ def check_same_dataset(dataset: Any) -> None:
 
 
 def _indices_of(dataset: Any) -> Any:
-    """Return the indices of a possibly nested `Subset` in the full dataset. None for other datasets."""
+    """Return the indices of a (nested) `Subset` in the full dataset, or None."""
     indices = None
     while isinstance(dataset, Subset):
         own = np.asarray(dataset.indices)
@@ -538,7 +540,7 @@ def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Sum the real rows of each step over all processes, and yield each batch with the sum in its `BatchInfo`.
+    """Add the number of real rows on all processes to each batch's `BatchInfo`.
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """

@@ -569,10 +569,7 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """Return the tracker into whose folder the run report is written, or None.
-
-    None if there is none.
-    """
+    """Return the tracker into whose folder the run report is written, or None."""
     recorder = trainer.tracker_group.recorder
     found = _writing_files(trainer) or ([recorder] if isinstance(recorder, DirectoryTracker) else [])
     return next((each for each in found if each.name == "csv"), found[0] if found else None)
