@@ -241,12 +241,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def tail(self) -> TailPolicy:
-        """Policy for the tail of an epoch, where not every process has a batch left. It can be changed."""
+        """Policy for the end of an epoch, when not every process gets a batch."""
         return self._layout.tail
 
     @tail.setter
     def tail(self, tail: TailPolicy) -> None:
-        """Policy for the end of an epoch, when not every process gets a batch. It can be changed."""
         self._layout = self._layout._replace(tail=TailPolicy(tail))
         self._reader.layout = self._reader.layout._replace(tail=TailPolicy(tail))
 
@@ -261,7 +260,7 @@ class PreparedLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """Number of the current epoch, counted from 0.
 
-        Before the first iteration, it is that of the next epoch.
+        After `set_epoch` and before the first iteration, it is that of the next epoch.
         """
         return self._epoch + self._expects_next
 

@@ -55,14 +55,14 @@ _DYING = 0.2  # seconds that a killed process may still exist after its peers ha
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a rank's process: its exit code, and the time in seconds when it was last seen running."""
+    """Exit code of a rank's process, and the time when it was last seen running."""
 
     exit_code: int
     last_seen: float
 
 
 class LocalRanks:
-    """Processes that run this machine's ranks, with methods to watch, signal and end them."""
+    """Processes of this machine's ranks."""
 
     def __init__(
         self,
@@ -97,16 +97,19 @@ class LocalRanks:
         return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
 
     def ended_early(self) -> list[int]:
-        """Return the global ranks on this machine whose process has already exited with code 0."""
+        """Return the global ranks on this machine that have already exited with code 0."""
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
-        """Return True if a rank has recorded a fatal error. Its process may still be running its exit handlers."""
+        """Return True if a rank has recorded a fatal error.
+
+        Its process may still be running its exit handlers.
+        """
         record = self._record(local)
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Return True if a rank has failed and the run must end or restart, as other ranks cannot replace this rank."""
+        """Return True if a rank has failed whose work no other rank can take over."""
         failed = self._failed()
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
@@ -142,7 +145,7 @@ class LocalRanks:
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank has raised an exception, or if another signal than `number` has killed it."""
+        """Return True if a rank has raised an exception or was killed by another signal."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
@@ -180,7 +183,7 @@ class LocalRanks:
         return failures
 
     def ended_with(self, exit_code: int) -> bool:
-        """Return True if the first failure that ends the run has this exit code, such as that of a preemption."""
+        """Return True if the first failure has this exit code, such as that of a preemption."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == exit_code
 
@@ -190,11 +193,11 @@ class LocalRanks:
     # Termination
 
     def await_other_failures(self) -> None:
-        """Wait briefly after a failure, because the rank that caused it may record its own failure a little later."""
+        """Wait briefly until other ranks have recorded their failures."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
-        """Stop ranks with SIGTERM, and kill those that are still running after `patience` seconds.
+        """Stop ranks with SIGTERM, and kill those that do not end within `patience` seconds.
 
         A process that waits in a collective does not react to SIGTERM.
         """
@@ -206,7 +209,7 @@ class LocalRanks:
         self.kill(ranks)
 
     def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to the processes of the given ranks and to all their child processes."""
+        """Send a signal to ranks and to their child processes."""
         self._signal(ranks, number, os.killpg)
 
     def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
@@ -231,7 +234,10 @@ class LocalRanks:
         self.wait(left, STOP_PATIENCE)
 
     def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the given ranks have exited, for at most `patience` seconds. Ends early if `until()` is true."""
+        """Wait until ranks have exited, for at most `patience` seconds.
+
+        The wait ends early if `until()` is true.
+        """
         waited_for = set(ranks)
         deadline = time.monotonic() + patience
         self.poll()
@@ -240,7 +246,7 @@ class LocalRanks:
             self.poll()
 
     def end_orphans(self) -> None:
-        """Kill child processes that exited ranks have left behind, such as data workers, before a restart.
+        """Kill child processes that exited ranks have left behind, such as data workers.
 
         SIGTERM comes first, because multiprocessing's resource tracker needs a moment to free shared memory.
         """
@@ -291,7 +297,7 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
 
 
 class Peers:
-    """Connection to the launchers on a run's other machines, to exchange failures and signs of life.
+    """Connection to the launchers on the run's other machines.
 
     Each start of the ranks uses its own keys. With a single machine, all methods return at once. The same happens after
     the machine that serves the store has exited.
@@ -321,7 +327,7 @@ class Peers:
         return self._has([f"{self._prefix}/failed"])
 
     def collect_stacks(self, own: str) -> str:
-        """Collect the stack traces of all machines' ranks for a report about a hang, and return them as one text."""
+        """Collect the stack traces of the ranks on all machines as one text."""
         if self._machines == 1:
             return own
         self.publish_stacks(own)
@@ -338,14 +344,14 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine requests stack traces of this machine's ranks, to report a hang."""
+        """Return True if another machine requests stack traces, to report a hang."""
         return self._has([f"{self._prefix}/stacks_wanted"]) and not self._has([self._keys("stacks")[self._machine]])
 
     def publish_stacks(self, own: str) -> None:
         self._write(f"stacks/{self._machine}", own)
 
     def is_time_to_poll(self) -> bool:
-        """Return True once per second, when the launcher should look at the other machines. Also sends a heartbeat."""
+        """Return True once per second, to check the other machines. Sends a heartbeat."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False
@@ -355,7 +361,7 @@ class Peers:
         return True
 
     def lost(self) -> list[int]:
-        """Return the indices of machines whose launcher has sent no heartbeat for more than `LOST_AFTER` seconds."""
+        """Return the machines whose launcher has sent no heartbeat for a while."""
         now = time.monotonic()
         try:
             # Compare counters and use only this machine's clock, because clocks differ between machines.
@@ -371,13 +377,13 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Announce that this machine has succeeded. Return True once all machines have done so."""
+        """Announce that this machine has succeeded. Return True if all machines have."""
         self._write(f"done/{self._machine}")
         # The machine that serves the store exits only after all machines are done.
         return self._has(self._keys("done")) or self._machines == 1
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
-        """Exchange failures with the other machines, and return the earliest. None if no rank has failed anywhere.
+        """Exchange failures with the other machines, and return the earliest or None.
 
         Call this after this machine's ranks have exited.
 
@@ -427,7 +433,7 @@ _LOST = "The other ranks continue: it was processing items of a work queue, and 
 
 
 class RankAgent(LocalElasticAgent):
-    """Agent of torch elastic that starts, watches, restarts and ends the ranks of one machine."""
+    """Agent of torch elastic that runs the ranks of one machine."""
 
     def __init__(
         self,
@@ -470,11 +476,11 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def restarting(self) -> bool:
-        """True between two attempts: the previous ranks have ended, and the next ones have not started."""
+        """True if the previous ranks have ended and the next ones have not started."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
-        """Return the failure that happened first on any machine, or None if there is none."""
+        """Return the first failure on any machine, or None."""
         failures = self.ranks.failures()
         return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
 
@@ -643,7 +649,7 @@ class RankAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stop_peers(self, locals_: Iterable[int]) -> None:
-        """Stop the remaining ranks after one has failed. Before a restart they are killed at once, to save time."""
+        """Stop the remaining ranks after one has failed, at once before a restart."""
         self.ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
@@ -693,7 +699,7 @@ class RankAgent(LocalElasticAgent):
     # Signals
 
     def _take_signals(self, before: dict[signal.Signals, Any]) -> None:
-        """Install signal handlers that forward signals to the ranks, in place of those that torch installs.
+        """Install signal handlers that forward signals to the ranks.
 
         Torch's handlers raise an exception at an arbitrary point of the program.
 
@@ -705,7 +711,7 @@ class RankAgent(LocalElasticAgent):
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler that records a signal, to be forwarded to the ranks soon. A second one kills the ranks."""
+        """Record a signal to be forwarded to the ranks. A second one kills them."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
@@ -722,7 +728,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """Raised if a launch fails. Also a `ChildFailedError`, so that scripts written for torchrun can catch it."""
+    """Error raised if a launch fails, which torchrun's scripts can catch as well."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

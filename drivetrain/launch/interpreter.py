@@ -13,7 +13,7 @@ _NOT_PASSED_ON = "iqhuV?"
 
 @dataclass(frozen=True)
 class Invocation:
-    """The command line with which a Python interpreter was started, parsed to start it again."""
+    """Command line of a Python interpreter, parsed to start it again."""
 
     kind: str  # "script", "module" (-m), "command" (-c) or "stdin"
     target: str  # path, module or command; empty for stdin

@@ -49,7 +49,7 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Plan of a launch on this machine: number of processes, device type, environment variables."""
+    """Processes, device type and environment variables of a launch on this machine."""
 
     local_processes: int  # on this machine
     kind: str
@@ -57,7 +57,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Plan what this machine starts: the number of processes, their devices and environment variables."""
+        """Plan the processes that this machine starts, with their devices and variables."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -128,7 +128,7 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
 
 
 def _available_cores() -> int:
-    """Return the number of physical CPU cores that this process may use, also within a container."""
+    """Return the number of physical CPU cores that this process may use."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -151,7 +151,7 @@ _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes, wait until they have ended, and return the run's exit code.
+    """Run a script in several processes, and return the run's exit code.
 
     The first rank that fails stops the others. Its traceback is written to stderr, once.
 
@@ -205,7 +205,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Run a script's processes on this machine according to `plan`. Return the run's exit code."""
+    """Run a script's processes on this machine, and return the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -345,7 +345,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until the first machine of the run accepts connections. Tells the user which machine is missing."""
+    """Wait until the first machine accepts connections, and report it if it is missing."""
     host, _, port = parameters.endpoint.rpartition(":")
     serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
     if options.machine_rank == 0 if parameters.backend == "static" else serves:
@@ -366,7 +366,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
 
 
 def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
-    """Wait until all machines of a run have connected. Unlike torch's own wait, Ctrl-C can interrupt this one."""
+    """Wait until all machines have connected. Ctrl-C can interrupt the wait."""
     failures: list[Exception] = []
 
     def meet() -> None:
@@ -387,7 +387,7 @@ def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
 
 
 def _local_address_for(address: str) -> str | None:
-    """Return this machine's IP address in the network of `address`. None if `address` cannot be reached.
+    """Return this machine's IP address in the network of `address`, or None.
 
     Other machines may not be able to resolve this machine's name.
     """
@@ -400,7 +400,7 @@ def _local_address_for(address: str) -> str | None:
 
 
 def _is_unresolved_local_address(address: str) -> bool:
-    """Return True if an address is this machine's, but torch does not recognize it by the host name.
+    """Return True if an address is this machine's but torch does not recognize it.
 
     On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
     """
@@ -446,7 +446,7 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Return table rows of the given settings: name, value, and source with a note if it has no effect."""
+    """Return table rows of launch settings: name, value and source."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -461,7 +461,7 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Return a text table of the launch settings, their values, and where each value comes from."""
+    """Format the launch settings, their values and sources as a text table."""
     rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
     lines = []
     for name, setting in SETTINGS.items():
@@ -489,7 +489,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Return a text that describes what a launch would start, for `drivetrain launch --dry_run`."""
+    """Describe what a launch would start, for `drivetrain launch --dry_run`."""
     plan = _plan_for_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines

@@ -40,7 +40,7 @@ _SEE_ALL = "`import sys; print(sys.last_value)` shows all"
 
 
 class NotebookError(LaunchError):
-    """Raised if a process of `notebook_launcher` fails. Its message is short enough to read in a notebook."""
+    """Error raised if a process of `notebook_launcher` fails."""
 
     def _render_traceback_(self) -> list[str]:
         lines = str(self).splitlines()
@@ -54,7 +54,7 @@ class NotebookError(LaunchError):
 
 
 def _without_library_frames(lines: list[str]) -> list[str]:
-    """Remove the frames of drivetrain, torch and the standard library from the lines of a traceback."""
+    """Remove the library frames, such as torch's, from the lines of a traceback."""
     kept: list[str] = []
     is_hidden = False
     for line in lines:
@@ -88,7 +88,7 @@ _SPAWN = "start new interpreters with notebook_launcher(start_method=\"spawn\") 
 
 
 def check_forkable(kind: str) -> None:
-    """Raise a `LaunchError` if no process may be forked that uses a device type."""
+    """Raise a `LaunchError` if a process that uses this device type cannot be forked."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             'This system has no fork. To start new interpreters instead, use notebook_launcher(start_method="spawn") '
@@ -113,7 +113,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Serialize a value for a new Python process with pickle, or with cloudpickle if pickle cannot do it."""
+    """Serialize a value for a new Python process with pickle or cloudpickle."""
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -142,7 +142,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return an error message that names the object which cannot be pickled, or `""` if all can be."""
+    """Return an error message that names the object that cannot be pickled, if any."""
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -191,7 +191,7 @@ def launch_on_xla(
     mixed_precision: str,
     num_nodes: int,
 ) -> None:
-    """Run a function on the TPU or other XLA devices of this machine, in one or several forked processes.
+    """Run a function on this machine's XLA devices, such as TPUs, in forked processes.
 
     torch_xla forks the processes and assigns their devices. Objects in `args`, such as a model, are shared with them
     until they change them (copy on write).
@@ -233,7 +233,7 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """Run a function in a process that torch_xla has forked, after setting variables such as `RANK`."""
+    """Run a function in a process that torch_xla has forked."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),
@@ -254,19 +254,19 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Raised to end a child process's import of the user's script before it would start processes again."""
+    """Exception that ends a child's import of the script before it starts processes again."""
 
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """Location of the running script, from which a child process can import the script again."""
+    """Location of the running script, from which a child process imports it."""
 
     path: str
     module: str | None = None  # if it was started with `python -m`
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """Return the file and module name of the running script. None in a notebook or an interactive session."""
+        """Return the location of the running script, or None in a notebook."""
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if path is None or not os.path.isfile(path):
@@ -276,7 +276,7 @@ class ScriptMain:
         return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
 
     def load(self) -> None:
-        """Import the user's script in this child process, as its `__main__` module.
+        """Import the user's script as the `__main__` module of this child process.
 
         Its `__name__` is `"__mp_main__"`, so that `if __name__ == "__main__"` does not run. The import stops at the
         call that would start processes again.
@@ -301,7 +301,7 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """End a child process's import of the user's script if the script is about to start processes again."""
+    """End a child process's import of the script that would start processes again."""
     if PartialState.registry().get(_IMPORTS):
         raise ScriptReached
 
@@ -329,7 +329,7 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised after Ctrl-C if the processes have ended in order and the first one has returned a value."""
+    """Raised after Ctrl-C if all processes have ended in order with a value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """Function call to be pickled for a new process, which imports the user's script before it unpickles the call."""
+    """Function call that is pickled for a new process."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -498,7 +498,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return a `RankFailure` for each process that has ended with a nonzero exit code."""
+        """Return the failures of processes with a nonzero exit code."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
@@ -526,7 +526,7 @@ class Processes:
 
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
-    """Run the function call of one rank in a child process, and send its value or traceback to the parent."""
+    """Run one rank's function call in a child process, and report its value or error."""
     # A forked process inherits the handlers of its parent, which forward signals to the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
@@ -563,7 +563,7 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
 
 
 def _end_with_parent() -> None:
-    """Exit this process as soon as its parent process has ended. Runs in a thread of its own."""
+    """Exit this process as soon as its parent process has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -669,7 +669,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Call a function in several new processes on this machine. Return the value from the first process.
+    """Call a function in several new processes, and return the first one's value.
 
     The processes exit if this process exits.
 

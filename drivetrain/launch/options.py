@@ -85,7 +85,7 @@ def _option(section: str, help: str, kind: str = "text", default: Any = None, **
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of `drivetrain launch`, such as the number of processes, the devices and the precision.
+    """Options of `drivetrain launch`, such as the number of processes.
 
     Each argument equals the flag of `drivetrain launch` with the same name. `module`, `stand_in` and `tee` are the
     flags `-m`, `--as` and `-t`. Groups of settings, such as `fsdp_config`, are dicts with the keys of a configuration
@@ -341,7 +341,7 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Create launch options from several dicts, such as flags and a file. The first that has an option wins.
+        """Create launch options from several dicts, of which the first with an option wins.
 
         Args:
             sources: Dicts from option to value. If several dicts have an option, the first one wins. None means not
@@ -378,7 +378,7 @@ class LaunchOptions:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The launch options that the user has changed from their defaults, as a flat dict by option name."""
+        """Launch options that differ from their defaults, as a flat dict."""
         found: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -390,7 +390,7 @@ class LaunchOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables by which the launcher passes its options to the processes of the run."""
+        """Environment variables that pass the options to the processes of the run."""
         variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
         if self.debug:
             variables["DRIVETRAIN_DEBUG"] = "1"
@@ -406,7 +406,7 @@ class LaunchOptions:
         return variables
 
     def check_script(self, script: str) -> None:
-        """Raise an error if the script to launch or a file that the launch options name does not exist.
+        """Raise an error if the script or a file that the options name does not exist.
 
         Modules (`-m`) are not checked.
 
@@ -434,12 +434,12 @@ class LaunchOptions:
 
     @property
     def compares_calls(self) -> bool:
-        """True if debug mode is on: before each collective, processes compare their calls to find a mismatch."""
+        """True if processes compare their collective calls, to find a mismatch (debug mode)."""
         return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
 
     @property
     def hang_limit(self) -> float | None:
-        """Time in seconds without progress after which the run is stopped as hanging. None uses the default.
+        """Seconds without progress after which the run is stopped, or None for the default.
 
         Taken from `hang_timeout`, or else from the environment.
 
@@ -461,13 +461,13 @@ class LaunchOptions:
 
     @property
     def rendezvous_settings(self) -> dict[str, str]:
-        """The settings for connecting the machines, such as `timeout`, as a dict. Parsed from `rdzv_conf`."""
+        """Settings for connecting the machines, such as `timeout`, as a dict."""
         pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
     def device_ids(self) -> tuple[str, ...] | None:
-        """The ids of the devices that the run may use on this machine. None allows all."""
+        """IDs of the devices that the run may use on this machine, or None for all."""
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
         return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," means one id

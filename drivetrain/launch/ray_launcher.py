@@ -47,7 +47,7 @@ _PIPE = 65536  # bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Place where Ray runs one rank's worker: the machine, and the GPUs that Ray assigned to the worker.
+    """Machine and GPUs that Ray assigned to one rank's worker.
 
     Attributes:
         node: Ray's id of the machine.
@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a Ray worker on its rank: whether the process runs, and its new output.
+    """Report of a Ray worker on its rank's process and new output.
 
     Attributes:
         output: New output in order: 1 for stdout or 2 for stderr, and the bytes.
@@ -78,7 +78,7 @@ class Report:
 
 
 class Stream:
-    """Reader of a rank's output, which passes on whole lines so that lines of different ranks do not mix."""
+    """Reader of a rank's output that passes on whole lines only."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return and remove the output that has arrived. An unfinished last line is left for a later call.
+        """Return and remove the whole lines of output that have arrived.
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 
@@ -114,7 +114,7 @@ class Stream:
 
 
 class RayWorker:
-    """Ray actor for one rank. It runs the script in a child process on the machine where Ray has placed it."""
+    """Ray actor that runs the script for one rank, in a child process."""
 
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
@@ -169,7 +169,7 @@ class RayWorker:
         return process.pid
 
     def poll(self, patience: float) -> Report:
-        """Return a report of the rank's state and new output. Waits up to `patience` seconds for a change."""
+        """Return a report of the rank, after at most `patience` seconds."""
         ranks = self._running()
         deadline = time.monotonic() + patience
         while True:
@@ -190,7 +190,7 @@ class RayWorker:
         ranks.stop(ranks.alive(), patience)
 
     def clean_up(self) -> None:
-        """Kill the rank's process and its child processes, and remove its temporary files."""
+        """Kill the rank's processes, and remove its temporary files."""
         if self._ranks is not None:
             self.stop(0)
             self._ranks.end_orphans()
@@ -209,7 +209,7 @@ def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str])
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment variables to copy to other machines, without those that describe this machine."""
+    """Return the environment variables to copy to other machines."""
     left = {*_OF_A_MACHINE, *leave}
     return {
         name: value
@@ -238,7 +238,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(options: LaunchOptions) -> Iterator[Any]:
-    """Return a context with a connection to a Ray cluster, which is started first with `ray_address="local"`."""
+    """Connect to a Ray cluster, or start one on this machine, for the `with` block."""
     ray = import_ray()
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -260,7 +260,7 @@ def connected(options: LaunchOptions) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise a `LaunchError` if no Ray cluster can be reached at the address.
+    """Raise a `LaunchError` if there is no Ray cluster at the address.
 
     Ray itself retries for minutes and then kills the process.
     """
@@ -292,7 +292,7 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """Return how many ranks to start on a Ray cluster, and whether each of them gets a GPU."""
+    """Return how many ranks to start on a Ray cluster, and whether each gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
@@ -309,7 +309,7 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
 def reserved(
     ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
 ) -> Iterator[list[Any]]:
-    """Return a context that yields one Ray worker for each rank, once Ray has the resources for all of them.
+    """Return a context that yields a Ray worker for each rank.
 
     Yields an empty list if a signal stopped the wait for free resources.
     """
@@ -341,7 +341,7 @@ def reserved(
 def _await_resources(
     ray: Any, options: LaunchOptions, group: Any, needed: dict[str, float], count: int, stopped: Callable[[], bool]
 ) -> bool:
-    """Wait until the Ray cluster has enough free CPUs and GPUs for all ranks. False if the wait was stopped."""
+    """Wait until the Ray cluster has enough free CPUs and GPUs for all ranks."""
     begin = time.monotonic()
     limit = float(options.rendezvous_settings.get("timeout", _RESERVE_TIMEOUT))
     noticed = False
@@ -372,7 +372,7 @@ def _has(ray: Any) -> str:
 
 
 def rank_order(places: list[Place]) -> list[int]:
-    """Return the workers' indices in rank order, so that ranks of a machine are adjacent and follow its GPU ids."""
+    """Return the workers' indices in rank order, machine by machine."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
     # Sort ids by length first, so that 10 comes after 9.
@@ -390,7 +390,7 @@ _SETTLE = 0.5  # seconds to wait for other failures, since the first detected on
 
 
 def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
-    """Run a script in several processes on a Ray cluster, and return the run's exit code.
+    """Run a script on a Ray cluster, and return the run's exit code.
 
     Each worker reserves cores and, if the cluster has GPUs, one GPU. Ranks inherit this process's working directory and
     environment, except for variables that describe this machine.
@@ -444,7 +444,7 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait until all ranks have exited. Return the first failure, or None if all have succeeded."""
+        """Wait until all ranks have exited, and return the first failure or None."""
         while self.alive():
             self.poll()
             if signals:
@@ -454,7 +454,7 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Wait briefly for reports of the ranks' Ray workers, then record their states and print their output."""
+        """Record the ranks' states and print their output, after a short wait."""
         # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
@@ -495,7 +495,7 @@ class RayRanks:
         self._kill()
 
     def _end_by_signal(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """Forward a signal to all ranks, and wait until they have saved and exited. A second signal kills them."""
+        """Forward a signal to all ranks, and wait until they have exited."""
         for rank in self.alive():
             self._workers[rank].forward.remote(int(signals[0]))
         if signals[0] == signal.SIGINT:
@@ -508,7 +508,6 @@ class RayRanks:
         self._kill()
 
     def _crashed(self) -> bool:
-        """Return True if a rank has raised an exception, after which other ranks may wait for it forever."""
         return any(failure.text for failure in self.failures())
 
     def _kill(self) -> None:
@@ -558,7 +557,7 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
 
 
 def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """Yield for each rank its environment variables, such as `RANK`, `WORLD_SIZE` and its visible GPUs.
+    """Yield the environment variables of each rank, such as `RANK`.
 
     As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
     """
@@ -579,7 +578,7 @@ def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """Wait for the results of Ray calls, and return them. If `stopped()` becomes true, return an empty list."""
+    """Wait for the results of Ray calls, or return an empty list if stopped."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []
@@ -614,7 +613,7 @@ def _after_signals(options: LaunchOptions, signals: Sequence[signal.Signals], ra
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Return a context that yields a list, to which each received termination signal, such as SIGTERM, is appended."""
+    """Collect received termination signals in a list while the `with` block runs."""
     received: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number in FORWARDED_SIGNALS:

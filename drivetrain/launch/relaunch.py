@@ -18,7 +18,7 @@ def already_launched() -> bool:
 
 
 def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
-    """Run this process's script again in several new processes, then exit with the exit code of that run.
+    """Run this script again in several processes, then exit with that run's exit code.
 
     The script runs from its start in each process, with the same arguments and interpreter options. Code before this
     call therefore runs once in this process and once more in each new one.

@@ -47,7 +47,7 @@ COMPARE_CALLS = (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of one rank, with its exit code, its time and, if the rank recorded one, its traceback.
+    """Failure of one rank: exit code, time and traceback.
 
     Attributes:
         rank: Global rank.
@@ -71,7 +71,7 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """Exit code in the form of a shell: 128 plus the number of a fatal signal, or the process's own code."""
+        """Exit code as in a shell: 128 plus the number of a fatal signal."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Report of a failing rank, written to a file for the launcher: its error, time and exit code.
+    """Error report that a failing rank writes to a file for the launcher.
 
     Attributes:
         text: Traceback, or the message passed to `sys.exit`.
@@ -111,7 +111,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
 
 def read_record(path: str) -> FailureRecord | None:
-    """Read the file in which a rank has recorded its failure. Return None if there is no record."""
+    """Read the error report of a rank, or return None if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -191,7 +191,7 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Return the launcher's exit code after a signal such as SIGTERM, and tell the user how the run ended."""
+    """Tell the user how the run ended after a signal, and return the exit code."""
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
         announce(
@@ -232,13 +232,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack trace of a rank's main thread, which shows the line and the collective in which the rank hangs."""
+    """Stack trace of a rank's main thread, which shows where the rank hangs."""
 
     frames: tuple[Frame, ...]
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse a stack trace in the format of Python's `faulthandler`. Return None if it has no frames."""
+        """Parse a stack trace of Python's `faulthandler`, or return None without frames."""
         frames: list[Frame] = []
         for line in text.splitlines():
             if line.startswith(("Stack ", "Current thread ", "Thread ")):
@@ -249,12 +249,12 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost stack frame in the user's own code, or the innermost of all frames if there is none."""
+        """Innermost stack frame in the user's own code, or else of all."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective operation in which the rank waits, such as `gather`. None if it waits in none."""
+        """Name of the collective in which the rank waits, such as `gather`, or None."""
         inside = list(takewhile(lambda frame: is_library(frame.filename), self.frames))
         ours = [frame for frame in inside if in_package(frame.filename, "runtime")]
         torchs = [frame for frame in inside if in_torch(frame.filename, "distributed")]

@@ -25,7 +25,7 @@ _OWN = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "rdzv
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Machines and tasks of this process's SLURM job, read from environment variables.
+    """Machines and tasks of the SLURM job in which this process runs.
 
     Attributes:
         job: Id of the job.
@@ -45,7 +45,7 @@ class SlurmJob:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] | None = None) -> SlurmJob | None:
-        """Return the SLURM job that environment variables describe. None outside of a job."""
+        """Return the SLURM job that environment variables describe, or None."""
         variables = os.environ if environ is None else environ
         job = variables.get("SLURM_JOB_ID")
         in_step = any(variables.get(name) for name in _STEP)
@@ -71,7 +71,7 @@ class SlurmJob:
 
     @property
     def port(self) -> int:
-        """Port for the connection between the job's machines. Jobs get different ports, derived from their ids."""
+        """Port for connecting the job's machines, derived from the job's ID."""
         digits = "".join(character for character in self.job if character.isdigit())
         return 20000 + int(digits[-4:]) if digits else DEFAULT_PORT
 
@@ -94,7 +94,7 @@ class SlurmJob:
         return found
 
     def srun(self, command: Sequence[str]) -> list[str]:
-        """Return an srun command line that runs `command` once on each machine of the job, with all its cores."""
+        """Return an srun command line that runs `command` once on each machine."""
         machines = len(self.hosts)
         where = [f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1"]
         # By default srun binds each task to one core, and stops all tasks soon after one launcher has exited.
@@ -102,7 +102,7 @@ class SlurmJob:
 
 
 def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return launch options that follow from the SLURM job of this process, such as the number of machines.
+    """Return launch options that follow from this process's SLURM job.
 
     Empty outside a job, or if the user gave flags about machines. In the batch script of a job with several machines,
     this function does not return: it replaces the process by srun, which runs the same command on each machine.
@@ -151,7 +151,7 @@ def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
 
 @dataclass(frozen=True)
 class SbatchFile:
-    """Template of an sbatch file that launches a script, and requeues the job if it is preempted."""
+    """Template of an sbatch file that launches a script."""
 
     nodes: int = 1
     gpus_per_node: int | None = None
@@ -226,7 +226,7 @@ exit $code
 
 @dataclass(frozen=True)
 class JobSetManifest:
-    """Template of a Kubernetes JobSet that launches a script, with one pod for each machine.
+    """Template of a Kubernetes JobSet that launches a script.
 
     If a pod fails, all pods restart.
     """

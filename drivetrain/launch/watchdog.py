@@ -55,7 +55,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """State of one rank when a run hangs, with the stack trace that shows where the rank waits."""
+    """State and stack trace of one rank when a run hangs."""
 
     rank: int
     pid: int
@@ -97,7 +97,7 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check the progress of the ranks. Return a report of each rank if the run hangs, otherwise None."""
+        """Check the ranks' progress, and return a report of each if the run hangs."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -121,7 +121,7 @@ class Watchdog:
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Return a report of each running rank: its process state, idle time and current stack trace."""
+        """Return the state, idle time and stack trace of each running rank."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -137,7 +137,7 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return a `RankFailure` for a hanging run, with `text` and the rank that was idle for longest."""
+        """Return the failure of a hanging run, with the rank that was idle for longest."""
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
         lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]
@@ -219,7 +219,7 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Return the CPU time in seconds that a process's main thread has used, as a sign of progress."""
+    """Return the CPU time in seconds of a process's main thread."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
             # The name in brackets may contain spaces. After it, state is field 3, user and system time are 14 and 15.
@@ -235,7 +235,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process handles a signal, so that sending the signal does not kill the process."""
+    """Return True if a process handles a signal and so survives it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]

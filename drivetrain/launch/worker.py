@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script named on the command line in this process. Return the exit code. Entry point of each rank."""
+    """Run the script named on the command line, as one rank, and return the exit code."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
     # Registered before the script registers its exit handlers, so it runs after all of them.
@@ -116,7 +116,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
 
 
 def _exit_code(stop: SystemExit, *, report: bool) -> int:
-    """Return the exit code of a `SystemExit`. With `report=True`, tell the launcher if it is not zero."""
+    """Return the exit code of a `SystemExit`."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -136,7 +136,7 @@ def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> Non
 
 
 def _traceback(error: BaseException) -> str:
-    """Return an exception's traceback as text, without the frames of drivetrain that started the script."""
+    """Format an exception's traceback without the frames that started the script."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -146,7 +146,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _free_frames(error: BaseException) -> None:
-    """Free what the traceback of an exception keeps alive, such as models in the device's memory.
+    """Free what an exception's traceback keeps alive, such as models.
 
     Sets `sys.last_value` first, from which exit handlers detect a failed script.
     """
@@ -163,7 +163,7 @@ def _free_frames(error: BaseException) -> None:
 
 
 def _leave_process_group(rank_process: int) -> None:
-    """Destroy the process group when a script exits, after deleting DDP models that the script holds globally.
+    """Destroy the process group when a script exits.
 
     Otherwise gloo's threads are alive at interpreter exit. With a DDP model at the script's top level, this aborts the
     process in about half of the runs (seen with torch 2.13).
@@ -189,7 +189,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to kill this process when the launcher dies, so that it does not go on occupying a device.
+    """Ask Linux to kill this process when the launcher dies.
 
     The launcher starts ranks in sessions of their own, so no terminal signal would end them.
     """
@@ -202,7 +202,7 @@ def _end_with_parent() -> None:
 
 
 def _take_share_of_cores() -> None:
-    """Bind this process to its own CPU cores, if `drivetrain launch` was started with `--enable_cpu_affinity`."""
+    """Bind this process to its own CPU cores, if `--enable_cpu_affinity` was given."""
     if os.environ.get(AFFINITY_VARIABLE) != "1":
         return
     cores = sorted(os.sched_getaffinity(0))

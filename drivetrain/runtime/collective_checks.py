@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two checks of the
 def verify_operation(
     operation: str, data: Any, state: PartialState, ignore: Literal["rows", "sizes"] | None = None
 ) -> None:
-    """In debug mode, check that all ranks call equal collectives on tensors of equal shapes and dtypes.
+    """Check in debug mode that all ranks call the same collective on equal tensors.
 
     The ranks compare their calls through the store, not through a collective. A rank that calls something else is
     therefore reported instead of causing a hang.
@@ -36,7 +36,7 @@ def verify_operation(
 
 
 class CallComparison:
-    """Debug check that all ranks call the same collectives. Each rank publishes its calls in the rendezvous store."""
+    """Debug check that all ranks call the same collectives."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Exchange `call`, which describes a collective, with all ranks. Raise an error if the descriptions differ."""
+        """Compare a collective call with those of all other ranks."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
@@ -76,7 +76,7 @@ class CallComparison:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait until all ranks have published their calls. Return the ranks that have exited or are too late."""
+        """Wait for all ranks' calls, and return the ranks that have exited or are late."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):
@@ -111,7 +111,7 @@ class CallComparison:
 def call_collective(
     operation: str, state: PartialState, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a collective, and convert a failure into a `CollectiveError` that names the rank and likely causes."""
+    """Run a collective, and explain a failure in a `CollectiveError`."""
     state.heartbeat.beat()
     try:
         function(*args, **kwargs)
@@ -145,7 +145,7 @@ def _describe_structure(data: Any, ignore: str | None) -> str:
 
 
 class _Words(str):
-    """String whose `repr` has no quotes, so that structures of such strings are readable in error messages."""
+    """String whose `repr` has no quotes, for readable error messages."""
 
     __slots__ = ()
 

@@ -75,7 +75,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_rows(data: Any, keep: int) -> Any:
-    """Concatenate the first `keep` rows of all processes' tensors, where `keep` may differ between processes."""
+    """Concatenate the first `keep` rows of the tensors of all processes."""
     state = PartialState()
     rows: list[int] = []
 
@@ -127,7 +127,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def gather_on_main(blocks: Sequence[Any]) -> list[Any]:
-    """Collect lists of picklable Python objects on the main process. All other processes get an empty list.
+    """Collect lists of Python objects from all processes on the main process.
 
     One object per process is sent at a time, so that the largest of them bounds the memory of the transfer.
 
@@ -353,7 +353,7 @@ def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) ->
 
 
 def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[int]]:
-    """All-gather a list of integers, equally long on all ranks. Return one list for each rank."""
+    """Gather a list of integers from every rank."""
     if not state.use_distributed:
         return [list(values)]
     # If the group has gloo for CPU tensors, use it: it does not synchronize with the device.

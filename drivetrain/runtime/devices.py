@@ -318,7 +318,7 @@ class DeviceKind:
 
 
 class CPU(DeviceKind):
-    """CPU as a device kind. It is always available and has no streams."""
+    """CPU as a device kind."""
 
     def __init__(self) -> None:
         super().__init__("cpu", backend="gloo")
@@ -375,7 +375,7 @@ class CUDA(DeviceKind):
 
 
 class MPS(DeviceKind):
-    """Apple GPU as a device kind: one device per machine, without streams, with gloo as process-group backend."""
+    """Apple GPU as a device kind."""
 
     def __init__(self) -> None:
         super().__init__("mps", backend="gloo")
@@ -406,7 +406,7 @@ class MPS(DeviceKind):
 
 
 class XLADevice(DeviceKind):
-    """XLA devices of `torch_xla`, such as TPUs. One process may drive all devices of a machine.
+    """XLA devices, such as TPUs, as a device kind.
 
     Selecting an XLA device does not start the runtime. The strategy starts it, because the choice between one device
     and all of them (SPMD) is final.
@@ -442,7 +442,7 @@ class XLADevice(DeviceKind):
         return xla.is_started()
 
     def start(self, spmd: bool) -> None:
-        """Start the XLA runtime of this process, and apply the seed of an earlier `set_seed`.
+        """Start the XLA runtime, and apply the seed of an earlier `set_seed`.
 
         Args:
             spmd: Use all devices as one (SPMD) instead of one device.
@@ -512,7 +512,7 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
 
 
 def unregister_device(name: str) -> None:
-    """Remove a device kind that was added with `register_device`, together with its aliases."""
+    """Remove a device kind that was added with `register_device`."""
     kind = _KINDS.pop(name, None)
     if kind is not None:
         ADDED.discard(kind.name)
@@ -538,7 +538,7 @@ ADDED.clear()
 
 
 def get_device_kind(name: str) -> DeviceKind:
-    """Look up a device kind by name, such as `"cuda"`. Raise an error if this machine has no such device.
+    """Return the device kind of a name, such as `"cuda"`, if this machine has one.
 
     Raise ConfigurationError for an unknown name and DeviceNotAvailableError if there is no such device.
     """
@@ -562,7 +562,7 @@ def get_device_kind(name: str) -> DeviceKind:
 
 
 def get_device(name: str) -> tuple[DeviceKind, int | None]:
-    """Parse a device name such as `"cuda:1"` into its device kind and index. The index is None if not given."""
+    """Parse a device name such as `"cuda:1"` to its device kind and index."""
     kind, (_, _, number) = get_device_kind(name), name.partition(":")
     if not number:
         return kind, None
@@ -575,13 +575,13 @@ def get_device(name: str) -> tuple[DeviceKind, int | None]:
 
 
 def available_device_kinds() -> list[DeviceKind]:
-    """Return the device types that this machine has. The CPU comes last."""
+    """Return the device kinds that this machine has, the CPU last."""
     kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind.is_available()]
     return sorted(kinds, key=lambda kind: kind.name == "cpu")
 
 
 def detect_device_kind() -> DeviceKind:
-    """Return the default device kind: XLA if configured, otherwise torch's accelerator, otherwise the CPU.
+    """Return the default device kind of this machine.
 
     Packages that add a device type to torch are imported if they are installed.
     """
@@ -600,13 +600,13 @@ def detect_device_kind() -> DeviceKind:
 
 
 def cpu_is_requested() -> bool:
-    """Return True if `DRIVETRAIN_USE_CPU` or `ACCELERATE_USE_CPU` asks for a run on the CPU."""
+    """Return True if an environment variable asks for a run on the CPU."""
     return is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU")
 
 
 @functools.cache
 def _load_packages() -> None:
-    """Import the installed packages that add device types to torch. Warn about those that cannot be imported."""
+    """Import the installed packages that add device types to torch."""
     for kind in list(dict.fromkeys(_KINDS.values())):
         try:
             kind.load()

@@ -176,7 +176,7 @@ class Duration:
 
 
 def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
-    """Parse a wall-clock time such as `"10 min"` into a timedelta. Return None for None."""
+    """Parse a time such as `"10 min"` to a timedelta."""
     duration = Duration.of(value, name)
     if duration is None:
         return None
@@ -189,7 +189,7 @@ def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
 
 
 def interval_of(value: Any, name: str) -> int | Duration:
-    """Parse an interval such as `"500 steps"`. Return an int for steps, and a `Duration` for other units."""
+    """Parse an interval such as `"500 steps"` to an int or a `Duration`."""
     if isinstance(value, int):
         return value
     duration = Duration.of(value, name)
@@ -202,7 +202,7 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Convert a duration in the expected unit, such as `"2 epochs"`, to an int. Return other values unchanged."""
+    """Convert a duration such as `"2 epochs"` to an int, if it has the expected unit."""
     # Other values, such as None or a wrong type, are checked by the caller.
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value

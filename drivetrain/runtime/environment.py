@@ -15,7 +15,7 @@ TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def is_set(*names: str) -> bool:
-    """Return True if the first non-empty environment variable among `names` is `1`, `true`, `yes` or `on`."""
+    """Return True if the first given environment variable is `1`, `true`, `yes` or `on`."""
     given = (os.environ[name] for name in names if os.environ.get(name))
     return next(given, "").lower() in TRUE
 
@@ -28,7 +28,7 @@ _SEPARATOR = re.compile(r",(?![^\[]*\])")
 
 
 def expand_hosts(hosts: str) -> list[str]:
-    """Expand a SLURM host list such as `node[1-3]` into the names of its hosts, in order.
+    """Expand a SLURM host list such as `node[1-3]` to the names of its hosts.
 
     Example:
         ```python
@@ -217,7 +217,7 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise an error if only some of a launcher's variables are set, as processes would then wait forever."""
+    """Raise an error if only some of a launcher's variables are set."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):
@@ -249,7 +249,7 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
 
 
 def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
-    """Parse the process count of node `node` from a number or a SLURM list: `"2(x3),1"` means 2, 2, 2, 1."""
+    """Parse a machine's process count from a number or a SLURM list such as `2(x3),1`."""
     value = variables.get(key)
     if not value:
         return None
@@ -270,7 +270,7 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """Derive the rendezvous port from the SLURM job ID: equal on all ranks, and rarely used by another job."""
+    """Derive the rendezvous port from the SLURM job ID."""
     job = variables.get("SLURM_JOB_ID", "")
     # Ports 20000 to 29999 are below the range that Linux assigns to clients.
     return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

@@ -40,7 +40,7 @@ class DrivetrainError(Exception):
         return str(self)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython prints for this exception, which calls this method."""
+        """Return the lines that IPython prints for this exception."""
         with short_tracebacks(self, self.__traceback__, of_ours=0):
             show = sys.modules["IPython"].get_ipython().InteractiveTB.structured_traceback
             return show(type(self), self, self.__traceback__)  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ class ArgumentTypeError(ConfigurationError, TypeError):
 
 
 class PackageMissingError(ConfigurationError, ModuleNotFoundError):
-    """Error raised if a required package is not installed. The message gives the install command."""
+    """Error raised if a required package is not installed."""
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
@@ -91,7 +91,7 @@ class InvalidLoaderError(DataError, TypeError):
 
 
 class TrackerError(DrivetrainError, RuntimeError):
-    """Error raised if an experiment tracker cannot start. The message says what is missing."""
+    """Error raised if an experiment tracker cannot start."""
 
 
 class LaunchError(DrivetrainError, RuntimeError):
@@ -99,12 +99,12 @@ class LaunchError(DrivetrainError, RuntimeError):
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join up to eight names with commas, and add how many more there are."""
+    """Join up to eight names with commas, and count the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return the hint `" Did you mean 'x'?"` for the allowed word closest to `given`, or "" if none is close."""
+    """Return `" Did you mean 'x'?"` for the closest allowed word, or ""."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
@@ -118,7 +118,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_library(filename: str) -> bool:
-    """Return True if a source file belongs to drivetrain, torch or the standard library rather than to the user."""
+    """Return True if a source file belongs to drivetrain, torch or Python itself."""
     if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
     # Installed packages may lie inside the standard library's folder, but count as user code.
@@ -142,7 +142,7 @@ def _torch() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of user code on the call stack, such as `"train.py:12 in main"`, for a message."""
+    """Return the innermost line of user code, such as `"train.py:12 in main"`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -150,7 +150,7 @@ def user_line() -> str:
 
 
 def shown_path(filename: str) -> str:
-    """Shorten a path for messages: make it relative if it is inside the working directory."""
+    """Shorten a path inside the working directory, for messages."""
     below = os.path.join(os.getcwd(), "")
     return filename.removeprefix(below)
 
@@ -164,7 +164,7 @@ FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
 
 @contextmanager
 def short_tracebacks(error: BaseException, trace: TracebackType | None, *, of_ours: int = 3) -> Iterator[None]:
-    """Context manager that hides drivetrain's internal frames in the traceback of a `DrivetrainError`.
+    """Hide drivetrain's internal frames in the traceback of a `DrivetrainError`.
 
     Frames of user code are kept. Tracebacks of other exceptions are not changed. Afterwards all tracebacks are
     restored.
@@ -212,7 +212,7 @@ def _shorten(links: list[BaseException], of_ours: int) -> None:
 
 
 def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
-    """Shorten a traceback: keep all frames of user code, and at most `of_ours` frames of drivetrain.
+    """Shorten a traceback to user code and at most `of_ours` frames of drivetrain.
 
     Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
     library between frames of drivetrain are removed with them.
@@ -248,7 +248,7 @@ def _is_library_frame(trace: TracebackType) -> bool:
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Mark the frames of drivetrain and torch in a traceback, so that IPython does not print them.
+    """Mark drivetrain's and torch's frames, so that IPython does not print them.
 
     IPython and its debugger skip frames that have a local variable `__tracebackhide__`. `%xmode show` prints them.
     Has no effect outside IPython.
@@ -276,7 +276,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 
 def known_keywords(function: F) -> F:
-    """Decorate a function so that a misspelled keyword argument raises an error that suggests the closest name.
+    """Decorate a function so that an unknown keyword raises an error with a suggestion.
 
     Errors in the function get short tracebacks in notebooks.
     """
@@ -336,7 +336,7 @@ class DrivetrainDeprecationWarning(FutureWarning):
 
 
 def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callable[[F], F]:
-    """Decorate a function, method or class so that each call warns that it is deprecated and will be removed."""
+    """Decorate a function or class so that each call warns of its removal."""
     until = _until(since, removed_in)
 
     def mark(target: F) -> F:
@@ -353,7 +353,7 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
 def warn_ignored(
     function: str, name: str, value: object, hint: str, *, since: str, removed_in: str, stacklevel: int = 4
 ) -> None:
-    """Warn that a deprecated argument has no effect, unless its value is None (not passed)."""
+    """Warn that a deprecated argument has no effect, if it was passed."""
     if value is not None:
         _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel)
 
@@ -379,4 +379,4 @@ def _warn(message: str, stacklevel: int = 3) -> None:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Error raised if a checkpoint is missing, incomplete or damaged, so that an older one may be loaded."""
+    """Error raised if a checkpoint is missing, incomplete or damaged."""

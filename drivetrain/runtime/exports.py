@@ -10,7 +10,7 @@ from typing import Any
 
 
 def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]) -> Any:
-    """Import the object behind a lazily exported name, and store it in the package's namespace."""
+    """Import a lazily exported name, and store it in the package's namespace."""
     if name not in exports:
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     value = namespace[name] = getattr(importlib.import_module(exports[name]), name)
@@ -18,10 +18,10 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
 
 
 def public_names(package: str) -> list[str]:
-    """List the public names in a package's `__all__`. The list is empty if the package is not installed."""
+    """Return the names in `__all__` of a package, if it is installed."""
     return list(importlib.import_module(package).__all__) if importlib.util.find_spec(package) else []
 
 
 def package_version() -> str:
-    """Return drivetrain's version string without triggering any lazy import."""
+    """Return drivetrain's version string."""
     return str(sys.modules["drivetrain"].__version__)

@@ -14,14 +14,14 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def gather_with_gradients(tensor: Tensor) -> Tensor:
-    """Stack the tensors of all ranks along a new first dimension. Gradients flow back to the rank of each tensor."""
+    """Stack the tensors of all ranks, so that gradients flow back to each rank."""
     from torch.distributed.nn.functional import all_gather
 
     return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
 
 
 class TorchGroup:
-    """Base class that offers the functions of `torch.distributed` as methods bound to a process group."""
+    """Base class with the functions of `torch.distributed` bound to a process group."""
 
     group: Any
 
@@ -43,7 +43,7 @@ class TorchGroup:
 
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
-        """Initialize the default process group at the given address. Environment variables stay unchanged."""
+        """Initialize the default process group at the given address."""
         # init_process_group reads the address from the environment, which is restored afterwards.
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}
@@ -68,7 +68,7 @@ class TorchGroup:
 
     @classmethod
     def whole(cls) -> Any:
-        """Return the default process group, which contains all ranks, or None if it is not initialized."""
+        """Return the default process group, or None if there is none."""
         return dist.group.WORLD
 
     @classmethod

@@ -28,7 +28,7 @@ _COUNTS_CPU_TIME, _COUNTS_BEATS_ONLY = 1, 2
 
 
 class Heartbeat:
-    """Counter of a rank's progress that its launcher can read, to detect a run that hangs."""
+    """Counter of a rank's progress, by which its launcher detects a hang."""
 
     __slots__ = ("_cells", "watched")
 
@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Open the counter of this rank in the launcher's file, or create a private one if there is no launcher."""
+        """Open this rank's counter in the launcher's file, or a private one."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()
@@ -54,7 +54,7 @@ class Heartbeat:
         self._cells[_BEATS] += 1
 
     def beating(self, function: Callable[[], int]) -> Callable[[], int]:
-        """Wrap a function so that each call tells the launcher, if there is one, that this rank makes progress."""
+        """Wrap a function so that each call counts as progress of this rank."""
         if not self.watched:
             return function
 
@@ -65,14 +65,14 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Tell the launcher how long collectives may wait, and whether waiting ranks use CPU time (`spinning`)."""
+        """Tell the launcher how long collectives wait, and if they use CPU time."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress report of a rank, which the launcher reads from a file to detect ranks that hang.
+    """Progress report of a rank, as the launcher reads it from a file.
 
     Attributes:
         beats: Number of units of progress so far.
@@ -86,7 +86,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Prepare this process for its launcher: create its progress file and a signal handler that dumps its stack."""
+    """Let the launcher follow this process's progress and request its stack."""
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return
@@ -102,7 +102,7 @@ def answer_launcher() -> None:
 
 
 def read_sign(path: str, pid: int) -> Sign | None:
-    """Read the progress of a rank from its file. Return None if the process `pid` has not written it."""
+    """Read the progress of a rank from its file, or None before it has written any."""
     try:
         with open(path, "rb") as file:
             content = file.read(_BYTES)
@@ -128,7 +128,7 @@ _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Create or remove a marker file that tells the launcher to continue the run if this process dies."""
+    """Tell the launcher whether the run continues if this process dies."""
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if not error_file:
         return
@@ -140,7 +140,7 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Return True if the process with this error file may die without ending the run (see `set_expendable`)."""
+    """Return True if the run continues when the process with this error file dies."""
     return os.path.exists(_mark(error_file))
 
 
@@ -149,7 +149,7 @@ def mark_left_queue(error: BaseException) -> None:
 
 
 def has_left_queue(error: BaseException | None) -> bool:
-    """Return True if an error or its cause was raised within a `WorkQueue`, whose items other processes then take."""
+    """Return True if an error was raised while processing an item of a `WorkQueue`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _LEFT_A_QUEUE):

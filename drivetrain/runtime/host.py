@@ -14,7 +14,7 @@ _NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Convert a size such as `"5GB"` (decimal) or `"500MiB"` (binary) to a number of bytes.
+    """Convert a size such as `"5GB"` or `"500MiB"` to a number of bytes.
 
     Case does not matter, except that a lower-case `b`, as in `"5Gb"`, means bits.
     """
@@ -41,7 +41,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the available and the total memory in bytes, limited by the container's cgroup if any."""
+    """Return the available and the total memory of the host in bytes."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -86,7 +86,7 @@ def _read_kernel_file(path: str) -> bytes:
 
 
 def cpu_times() -> tuple[float, float]:
-    """Return the time that the machine's CPUs were in use since its start, and the time that has passed on all.
+    """Return the seconds that the machine's CPUs were busy, and the seconds in all.
 
     Only differences of two results are meaningful. On Linux they are read from a file, without psutil.
     """
@@ -102,7 +102,7 @@ def cpu_times() -> tuple[float, float]:
 
 
 def cores_of_process(processes_here: int = 1) -> int:
-    """Return the number of CPU cores that each of `processes_here` processes on this machine can use."""
+    """Return the number of CPU cores that each of several processes can use."""
     # The affinity mask counts only the cores that a scheduler has granted.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes_here)

@@ -65,7 +65,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 def report(text: str, level: int = logging.INFO, show: Callable[[str], object] = print_text, **fields: object) -> None:
-    """Log a line about the run on the logger `drivetrain`, or print it if logging is not configured.
+    """Log a line about the run, or print it if logging is not configured.
 
     Args:
         text: The line.
@@ -82,12 +82,12 @@ def report(text: str, level: int = logging.INFO, show: Callable[[str], object] =
 
 
 def is_configured() -> bool:
-    """Return True if the program has configured logging: a handler receives the records of `drivetrain`."""
+    """Return True if the program has configured logging."""
     return any(not isinstance(handler, Collector) for handler in _RUN.handlers + logging.getLogger().handlers)
 
 
 class Collector(logging.Handler):
-    """Base class of handlers that collect log records for drivetrain itself and display nothing."""
+    """Base class of log handlers that collect records and display nothing."""
 
     def add_line(self, text: str) -> None:
         """Collect a line that was printed instead of logged.
@@ -105,7 +105,7 @@ def collect(text: str) -> None:
 
 
 def logs_json() -> bool:
-    """Return True if this process writes its log as JSON, as `drivetrain launch --log_format json` asks for."""
+    """Return True if this process writes its log as JSON."""
     name = os.environ.get(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0]
     if name not in LOG_FORMATS:
         raise ConfigurationError(
@@ -115,7 +115,7 @@ def logs_json() -> bool:
 
 
 class RankLogger(_Adapter):
-    """Logger adapter that logs on the main process only, or on all processes if requested."""
+    """Logger that by default logs on the main process only."""
 
     def __init__(self, logger: logging.Logger, extra: dict[str, object]) -> None:
         super().__init__(logger, extra)
@@ -130,7 +130,7 @@ class RankLogger(_Adapter):
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log a message on the main process or, if `main_process_only` is False, on all processes.
+        """Log a message on the main process, or on all processes if requested.
 
         Args:
             level: Level of the message.
@@ -165,7 +165,7 @@ class RankLogger(_Adapter):
                     barrier()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a warning once. Later calls with equal message and arguments are ignored.
+        """Log a warning unless an equal one has been logged before.
 
         Args:
             msg: The message.
@@ -176,7 +176,7 @@ class RankLogger(_Adapter):
             self.log(logging.WARNING, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
     def info_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log an info message once. Later calls with equal message and arguments are ignored.
+        """Log an info message unless an equal one has been logged before.
 
         Args:
             msg: The message.
@@ -214,7 +214,7 @@ class _JSONHandler(logging.Handler):
 
 
 class _FallbackHandler(logging.Handler):
-    """Handler that prints records to stderr if the script has not configured logging (no root handlers).
+    """Handler that prints records to stderr if logging is not configured.
 
     Without it, Python prints only warnings and errors, whatever the logger's level. It handles one logger's records
     only, so that no line is printed twice.
@@ -242,7 +242,7 @@ def _parse_level(level: str | int, source: str) -> int:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the world size, or (0, 1) if the launcher's variables are invalid."""
+    """Return this process's rank and world size, or (0, 1) if they are invalid."""
     state = PartialState.existing()
     try:
         environment = state.environment if state is not None else ProcessEnvironment.detect()

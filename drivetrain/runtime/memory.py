@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a call on all processes: whether any ran out of memory, and this process's result.
+    """Outcome of a call on all processes, with this process's result.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes, and tell each process whether any of them ran out of memory."""
+    """Call a function, and agree with all processes on whether memory ran out."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -185,7 +185,7 @@ def _release() -> None:
 
 
 class MemoryUse(NamedTuple):
-    """Memory of one process in bytes, on its device and on the host.
+    """Memory in bytes that one process uses on its device and on the host.
 
     Attributes:
         current: Memory allocated by tensors on the device, or the resident memory if the device is the CPU.
@@ -217,7 +217,7 @@ def _host_peak() -> int:
 
 
 class MemoryHistory:
-    """Recorder of the allocations on a device, which writes a PyTorch memory snapshot. Supported on CUDA only."""
+    """Recorder of a device's allocations, for a PyTorch memory snapshot."""
 
     def __init__(self, device: torch.device, max_entries: int) -> None:
         self._functions: Any = getattr(getattr(torch, device.type, None), "memory", None)
@@ -225,7 +225,7 @@ class MemoryHistory:
         self.is_recording = False
 
     def start(self) -> None:
-        """Start recording the allocations. Does nothing on devices for which PyTorch has no memory snapshots."""
+        """Start recording the allocations, if PyTorch supports it for the device."""
         if hasattr(self._functions, "_record_memory_history"):
             self._functions._record_memory_history(max_entries=self._max_entries)
             self.is_recording = True
@@ -248,7 +248,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Buffer that copies results to the host asynchronously, and synchronizes with the device once per block.
+    """Buffer that copies results to the host, with one synchronization per block.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.
@@ -284,7 +284,7 @@ class HostBlocks:
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """Wait until all queued results are on the CPU. Return them as a list, and start a new block."""
+        """Wait until all results are on the CPU, and return them as a list."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
@@ -297,7 +297,7 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Return how many values a layer's parameter has before quantization, and how many bytes store them."""
+    """Return a parameter's number of values before quantization, and its bytes."""
     # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())
@@ -317,12 +317,12 @@ def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, 
 
 
 def wraps_others(tensor: Any) -> bool:
-    """Return True if a tensor subclass stores its data in inner tensors, as quantized and sharded tensors do."""
+    """Return True if a tensor subclass stores its data in inner tensors."""
     return bool(_wraps(tensor))
 
 
 def stored_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that hold a tensor's data: the tensor, or the inner tensors of a subclass."""
+    """Yield the plain tensors that hold a tensor's data."""
     if not wraps_others(tensor):
         yield tensor
         return

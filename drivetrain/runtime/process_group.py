@@ -27,7 +27,7 @@ def init_process_group(
     timeout: timedelta | None = None,
     device: torch.device | None = None,
 ) -> tuple[str, Store]:
-    """Initialize the default process group. Return its backend for the device and the rendezvous store.
+    """Initialize the default process group, and return its backend and store.
 
     Tensors of the device kind use the kind's backend. CPU tensors always use gloo, so that gathering Python objects
     does not synchronize with the device.
@@ -59,7 +59,7 @@ def init_process_group(
 
 
 def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
-    """Return the key-value store in which ranks find each other, served by torchrun's agent or by rank 0.
+    """Return the key-value store through which the ranks find each other.
 
     Each restart by an elastic agent gets a key prefix of its own. Keys of the previous attempt would otherwise make
     ranks connect to processes that have exited.
@@ -79,7 +79,7 @@ def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> St
 
 
 def destroy_process_group() -> None:
-    """Wait for all processes and destroy the default process group, if there is one.
+    """Wait for all processes, and destroy the default process group.
 
     No DDP reducer may be alive at this point. Its destructor waits for gloo's thread while that thread waits for the
     GIL, which is a deadlock (seen with torch 2.13).
@@ -93,7 +93,7 @@ def destroy_process_group() -> None:
 
 
 def leave_process_group(store: Store, patience: timedelta) -> None:
-    """Destroy the process group at exit, but first wait up to `patience` for the other processes to exit."""
+    """Destroy the process group at exit, after waiting for the other processes."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()
@@ -123,7 +123,7 @@ def leaving_key(rank: int) -> str:
 
 
 def group_timeout() -> timedelta | None:
-    """Return the timeout of collectives in the default process group, or None if unknown or no group exists."""
+    """Return the timeout of collectives in the default process group, or None."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
@@ -140,6 +140,6 @@ def group_store() -> Store:
 
 
 def barrier() -> None:
-    """Wait until all processes have reached the barrier. With a single process, return at once."""
+    """Wait until all processes have reached the barrier."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

@@ -21,7 +21,7 @@ from drivetrain.runtime.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:
-    """Shape and dtype of a tensor. A process that knows them can allocate memory to receive the tensor."""
+    """Shape and dtype of a tensor, without its data."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,7 +36,7 @@ def is_tensor_information(value: object) -> bool:
 
 
 def is_leaf(value: object) -> bool:
-    """Return True if a value, such as a tensor or a number, is not a container such as a list or a dict."""
+    """Return True if a value is not a container such as a list or a dict."""
     return _children(value) is None
 
 
@@ -45,7 +45,7 @@ def is_namedtuple(value: object) -> bool:
 
 
 def field_names(data: Any) -> list[str] | None:
-    """Return the field names of a dataclass or attrs instance, or None for any other value."""
+    """Return the field names of a dataclass or attrs instance, else None."""
     if isinstance(data, (type, TensorInformation)):
         return None
     if dataclasses.is_dataclass(data):
@@ -55,7 +55,7 @@ def field_names(data: Any) -> list[str] | None:
 
 
 def with_fields(data: Any, values: Iterable[Any]) -> Any:
-    """Return a copy of a dataclass or attrs instance with new field values, listed in field order."""
+    """Return a copy of a dataclass or attrs instance with new field values."""
     # dataclasses.replace would run __post_init__ again, and it refuses fields with init=False.
     clone = copy.copy(data)
     for name, value in zip(field_names(data) or (), values, strict=True):
@@ -167,7 +167,7 @@ def send_to_device(
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in a nested structure, or None if it holds no tensor."""
+    """Return the device of the first tensor in a nested structure, or None."""
     for leaf in _leaves(data):
         if isinstance(leaf, Tensor):
             return leaf.device
@@ -175,7 +175,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def batch_size_or_none(data: Any) -> int | None:
-    """Return the number of rows in a batch, or None if no tensor or array in it has a dimension."""
+    """Return the number of rows in a batch, or None if it has none."""
     if isinstance(data, Tensor):
         return data.size(0) if data.dim() else None
     for leaf in _leaves(data):
@@ -238,22 +238,22 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """Slice the first dimension of every tensor in a nested structure. Scalars are left unchanged."""
+    """Slice the first dimension of every tensor in a nested structure."""
     return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.dim() else tensor, data)
 
 
 def listify(data: Any) -> Any:
-    """Convert every tensor of a nested structure into a Python number or nested lists of numbers."""
+    """Convert every tensor of a nested structure to numbers or lists of numbers."""
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Replace every tensor of a nested structure by a `TensorInformation` with its shape and dtype."""
+    """Replace every tensor of a nested structure by its shape and dtype."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
-    """Replace each `TensorInformation` of a nested structure by an uninitialized tensor of its shape and dtype."""
+    """Replace every `TensorInformation` of a nested structure by an empty tensor."""
 
     def allocate(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype, device=device)
@@ -271,7 +271,7 @@ def _children(data: Any) -> list[Any] | None:
 
 
 def _with_children(data: Any, children: Sequence[Any]) -> Any:
-    """Return a container of the type and keys of `data` that holds the values of `children`."""
+    """Return a container like `data` with other values."""
     kind = type(data)
     if kind is dict:
         return dict(zip(data, children, strict=True))

@@ -74,13 +74,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
 
 
 def recorded_seed() -> int | None:
-    """Return the seed that `set_seed` was last called with in this process, or None if never called."""
+    """Return the seed of the last `set_seed` call in this process, or None."""
     seed: int | None = PartialState.registry().get("seed")
     return seed
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the 64-bit random seed of one sample, derived from the run's seed, the epoch and its index.
+    """Return the 64-bit seed of one sample in one epoch.
 
     Each argument goes through SplitMix64's finaliser in turn (Steele, Lea and Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014). For one seed and epoch, different indices below 2**64 have different seeds.
@@ -89,14 +89,14 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """Return a function from sample index to seed for one epoch, faster for many samples than `sample_seed`."""
+    """Return a function that maps the indices of samples to seeds, for one epoch."""
     # Mixed once per epoch, so that only the index is mixed for each sample.
     base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
     return lambda index: _splitmix64((base + index) & _MASK)
 
 
 def _splitmix64(value: int) -> int:
-    """Mix the bits of a 64-bit integer with the output function of the SplitMix64 generator."""
+    """Mix the bits of a 64-bit integer as the SplitMix64 generator does."""
     mixed = (value + _GOLDEN_GAMMA) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -104,7 +104,7 @@ def _splitmix64(value: int) -> int:
 
 
 def seed_all_generators(seed: int) -> None:
-    """Seed the global CPU generators of Python, NumPy and torch from one 64-bit seed. Skip other devices.
+    """Seed the global CPU generators of Python, NumPy and torch.
 
     It is fast enough for every sample. NumPy gets the upper and torch the lower 32 bits. Both are Mersenne Twisters
     with 32-bit seeds, so equal seeds would give equal streams.
@@ -114,7 +114,7 @@ def seed_all_generators(seed: int) -> None:
 
 
 class GlobalGenerator(NamedTuple):
-    """Functions of one global random generator, such as NumPy's: to seed it, draw from it, save and restore it."""
+    """Functions of one global random generator, such as NumPy's."""
 
     seed: Callable[[int], object]  # from 64 bits, or from 32 of them
     draw: Callable[[], object]  # at least 53 random bits
@@ -142,7 +142,7 @@ GENERATORS = {
 
 
 def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
-    """Return which generators have been used since `seed_all_generators(seed)`, by comparing their next values.
+    """Return which random generators have been used since they were seeded.
 
     Each generator's next value is compared with the first value after seeding.
     """
@@ -161,7 +161,7 @@ _own_generators: dict[str, torch.Generator] = {}
 
 
 def own_generator(name: str) -> torch.Generator:
-    """Create a named torch generator whose draws leave the global generators unchanged.
+    """Create a torch generator that leaves the global generators unchanged.
 
     It is seeded from the state of torch's global generator, which does not change. Its state is part of this process's
     `RandomState` until another generator of that name is created.
@@ -175,7 +175,7 @@ def own_generator(name: str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Saved state of the global random generators of Python, NumPy and torch, on the CPU and on devices.
+    """Saved state of the global random generators of all devices.
 
     Attributes:
         python: State from `random.getstate`.
@@ -214,7 +214,7 @@ class RandomState:
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
     def restore(self) -> None:
-        """Restore all saved generators. States of devices that this machine lacks are skipped."""
+        """Restore all saved random generators."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
@@ -245,7 +245,7 @@ class RandomState:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RandomState:
-        """Rebuild a random state from the dict that `state_dict` returned. Lists may replace its tensors."""
+        """Rebuild a random state from the dict that `state_dict` returned."""
         try:
             python, numpy = state["python"], state["numpy"]
             return cls(
@@ -268,7 +268,7 @@ class RandomState:
 
 
 class KeptGenerators:
-    """Snapshot of the global CPU generators of Python, NumPy and torch, to detect and undo their use.
+    """Snapshot of the global CPU generators, to detect and undo their use.
 
     Used as a context manager, it restores the generators after the body. It can be entered repeatedly.
     """
@@ -280,7 +280,7 @@ class KeptGenerators:
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of the generators, such as `"numpy"`, whose state differs from the snapshot."""
+        """Return the names of the generators that have been used since the snapshot."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -312,7 +312,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 @contextmanager
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
-    """Context manager that restores the global random generators after its body.
+    """Restore the global random generators when the `with` block ends.
 
     Copying NumPy's state takes most of the time, so use it once per batch and not once per sample.
     """
@@ -334,7 +334,7 @@ def _checked_seed(seed: int) -> int:
 
 
 def make_deterministic(mode: bool | str) -> None:
-    """Make torch use deterministic algorithms, and configure cuBLAS and cuDNN accordingly."""
+    """Make torch use deterministic algorithms."""
     if mode not in (True, "warn"):
         raise ConfigurationError(f"deterministic is {mode!r}, but must be True, False or 'warn'.")
     # cuBLAS reads this when it creates its handle: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
@@ -364,7 +364,7 @@ def several_processes() -> bool:
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Return the random generators held by data loaders and samplers, including nested ones, to save their states.
+    """Return the random generators that data loaders and samplers hold.
 
     Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
     order that is equal on all processes.
@@ -399,7 +399,7 @@ def find_generators(*owners: Any) -> list[Any]:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a torch, NumPy or Python random generator as plain values, for a checkpoint.
+    """Return the state of a random generator as plain values for a checkpoint.
 
     The result holds no tensors. Checkpoints may save tensors from any process, but if rank 0 reads for all, only its
     state is valid.
@@ -428,7 +428,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def kept_generators(*owners: Any) -> Iterator[None]:
-    """Context manager that restores the random generators of loaders and samplers after its body."""
+    """Restore the generators of loaders and samplers when the `with` block ends."""
     generators = find_generators(*owners)
     states = [generator_state(generator) for generator in generators]
     try:
@@ -440,7 +440,7 @@ def kept_generators(*owners: Any) -> Iterator[None]:
 
 @dataclass
 class EpochStart:
-    """Random state at the start of an epoch, from which the order of its samples can be reproduced.
+    """Random state at the start of an epoch, which determines its sample order.
 
     Attributes:
         shared: State of the global generators of Python, NumPy and torch.
@@ -479,7 +479,7 @@ class EpochStart:
 
 
 class SeparateDraws:
-    """Private random state that draws an epoch's sample order without affecting the global generators.
+    """Private random state from which the sample order of an epoch is drawn.
 
     If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
     next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which
@@ -499,7 +499,7 @@ class SeparateDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context manager in which random numbers for the sample order are drawn from a private random state."""
+        """Draw random numbers from the private state while the `with` block runs."""
         outside = RandomState.capture(devices=False)
         self._state.restore()
         try:
@@ -548,7 +548,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Compare two random states. Return three bools: equal for Python, for NumPy and for torch."""
+    """Return whether two random states are equal for Python, NumPy and torch."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 
@@ -558,7 +558,7 @@ def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool
 
 
 def _plain(state: Any) -> Any:
-    """Convert a NumPy generator's state to dicts, lists and numbers. The inverse is `_arrays`."""
+    """Convert a NumPy generator's state to plain values. The inverse is `_arrays`."""
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

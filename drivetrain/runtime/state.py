@@ -211,7 +211,7 @@ class PartialState:
             callback()
 
     def _leave(self) -> None:
-        """Leave the process group at exit. After an uncaught exception, do not wait for other processes."""
+        """Leave the process group at exit."""
         store = self._shared.pop("store", None)
         if store is not None:
             self._release()
@@ -221,7 +221,7 @@ class PartialState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Clear the shared state, so that the environment and the device are detected again on next use.
+        """Clear the shared state, so that it is detected again on next use.
 
         An initialized process group is kept, and the next state uses it.
         """
@@ -498,7 +498,7 @@ def _another_device(device: torch.device, asked: object) -> str:
 
 
 def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
-    """Open this rank's progress counter. If a launcher watches it, count each optimizer step as progress."""
+    """Open this rank's progress counter, and count optimizer steps as progress."""
     heartbeat = Heartbeat.attach()
     if heartbeat.watched:
         heartbeat.describe_waits(group_timeout(), spinning=kind.name != "cpu")
@@ -553,12 +553,12 @@ def _slice_and_pad(inputs: Any, start: int, end: int, missing: int) -> Any:
 
 
 def forget_process() -> None:
-    """Clear state inherited from the parent process after a fork, so that it is detected again on next use."""
+    """Clear the state that a forked process has inherited from its parent."""
     PartialState._reset_state()
 
 
 def leave_run() -> None:
-    """Leave the process group in a forked process, which exits without running `atexit` handlers.
+    """Leave the process group in a forked process.
 
     Other processes may still be waiting for it.
     """

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Wait until all processes have called this with the same `name`. Return False if not all do in time.
+    """Wait until all processes have made this call. Return False on a timeout.
 
     No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
     answer, unless the process that serves the store has exited.
@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Exchange a text between all processes, in rank order. Return None if not all call this within `patience`."""
+    """Exchange texts between all processes, or return None on a timeout."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -71,7 +71,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """One call of a function on all processes, each of which learns whether the call has failed on another one."""
+    """Call of a function on all processes, which share whether it has failed."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()

@@ -28,7 +28,7 @@ _CREDENTIAL = re.compile(
 
 
 def visible(text: str) -> str:
-    """Escape the control characters in a text, except line breaks and tabs, so that it is safe to print.
+    """Escape the control characters in a text, so that it is safe to print.
 
     File names chosen by others could otherwise move the cursor, set the clipboard or reverse the text's direction.
     """
@@ -38,7 +38,7 @@ def visible(text: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Replace passwords, keys and tokens in the URLs within a text by `<hidden>`."""
+    """Hide passwords, keys and tokens in the URLs of a text."""
     if "://" not in text:
         return text
     text = _USER_INFO.sub(lambda found: f"{found['before']}{found['user'] or ''}{HIDDEN}@", text)
@@ -46,7 +46,7 @@ def without_credentials(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text that is safe to display, with credentials hidden and control characters escaped."""
+    """Hide credentials and escape control characters in a text."""
     return visible(without_credentials(text))
 
 
@@ -56,7 +56,7 @@ def _is_credential(name: str) -> bool:
 
 
 def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a text to a stream, stdout by default. Errors of the stream, such as a closed pipe, are ignored.
+    """Write a text to a stream, ignoring errors such as a closed pipe.
 
     The text is lost if the pipe or terminal is closed, the disk is full or there is no stdout. Characters that the
     stream's encoding lacks are escaped.
@@ -82,7 +82,7 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
-    """Print like the built-in `print`, but ignore write errors, such as a closed pipe or a full disk."""
+    """Print like the built-in `print`, but ignore write errors."""
     print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 
@@ -94,7 +94,7 @@ def flush_output() -> None:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Replace the characters that a stream's encoding cannot represent by backslash escapes."""
+    """Escape the characters that a stream's encoding cannot represent."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -107,7 +107,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 class Lenient:
-    """Stream wrapper that discards text instead of raising write errors, for packages that print directly."""
+    """Stream wrapper that ignores write errors."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

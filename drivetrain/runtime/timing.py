@@ -372,7 +372,7 @@ class TimeSpent:
         )
 
     def sentence(self) -> str:
-        """Return advice in one sentence: the slowest part of the training and how to shorten it."""
+        """Return advice on how to shorten the slowest part of the training."""
         if self.total <= 0:
             return ""
         name, most = max(self.callbacks.items(), key=lambda item: item[1], default=("", 0.0))

@@ -168,7 +168,7 @@ class WorkQueue:
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """Claim the next item for this process. Return its index and number of failed attempts, or None at the end.
+        """Claim the next item. Return its index and failed attempts, or None at the end.
 
         Items whose process has died are taken again. The call waits as long as other processes may still die.
         """
@@ -331,7 +331,7 @@ def _item(inputs: Any, index: int) -> Any:
 
 
 def _machine_id() -> str:
-    """Return an ID shared by processes that can see each other's PIDs, or an empty string if it is unknown."""
+    """Return an ID shared by processes that can see each other's PIDs, or ''."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

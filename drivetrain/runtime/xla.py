@@ -32,7 +32,7 @@ def why_absent() -> str:
 
 
 def import_torch_xla() -> Any:
-    """Import and return `torch_xla`, after checking that it was built for the installed torch version."""
+    """Import `torch_xla`, after checking that it suits the installed torch."""
     try:
         found = metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def import_torch_xla() -> Any:
 
 
 def check_pair(torch_version: str, xla_version: str) -> None:
-    """Raise an error if torch_xla was built for another version of torch than the installed one."""
+    """Raise an error if torch_xla was built for another version of torch."""
     # A mismatch would otherwise surface as an undefined symbol while torch_xla is imported.
     ours, theirs = _minor(torch_version), _minor(xla_version)
     if ours != theirs:
@@ -56,13 +56,13 @@ def check_pair(torch_version: str, xla_version: str) -> None:
 
 
 def is_started() -> bool:
-    """Return True if this process has already started its XLA runtime. `torch_xla` is not imported."""
+    """Return True if this process has started its XLA runtime."""
     package = sys.modules.get("torch_xla")
     return package is not None and bool(package._XLAC._xla_runtime_is_initialized())
 
 
 def start(spmd: bool) -> None:
-    """Start the XLA runtime of this process on one device, or on all devices (SPMD) if `spmd` is True."""
+    """Start the XLA runtime of this process on one device or all devices (SPMD)."""
     import_torch_xla()
     runtime = importlib.import_module("torch_xla.runtime")
     if is_started() and bool(runtime.is_spmd()) != spmd:
@@ -111,7 +111,7 @@ def device_count() -> int:
 
 
 def has_process_per_device() -> bool:
-    """Return True if this machine's XLA devices can be driven by one process each.
+    """Return True if one process can drive each XLA device.
 
     This is False on the CPU and on TPU v2 and v3, where a process drives both cores of a chip.
     """
@@ -123,7 +123,7 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Execute all XLA operations recorded so far. If `wait` is True, return only after they have finished."""
+    """Execute all recorded XLA operations, and optionally wait for them."""
     import_torch_xla().sync(wait=wait)
 
 
@@ -132,13 +132,13 @@ def seed(value: int) -> None:
 
 
 def rng_state() -> torch.Tensor:
-    """Return the state of the XLA random generator as a tensor of eight bytes."""
+    """Return the state of the XLA random generator as a tensor."""
     state = int(_xla_model().get_rng_state()) % 2**64
     return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
 
 def seed_of(state: torch.Tensor) -> int:
-    """Convert a saved state of an XLA random generator (eight bytes) to the seed that restores it."""
+    """Convert a saved XLA random state to the seed that restores it."""
     return int.from_bytes(bytes(state.tolist()), "little")
 
 
@@ -157,13 +157,13 @@ def memory_info() -> dict[str, Any]:
 
 
 def serve_profiles(port: int) -> Any:
-    """Start a server from which TensorBoard can capture profiles of this process."""
+    """Start a server for TensorBoard's profiler in this process."""
     import_torch_xla()
     return importlib.import_module("torch_xla.debug.profiler").start_server(port)
 
 
 def trace(name: str, is_step: bool = False) -> AbstractContextManager[Any]:
-    """Return a context manager that labels its body in XLA profiles, as a training step if `is_step` is True."""
+    """Label the operations of a `with` block in XLA profiles."""
     profiler = importlib.import_module("torch_xla.debug.profiler")
     context: AbstractContextManager[Any] = (profiler.StepTrace if is_step else profiler.Trace)(name)
     return context
@@ -175,6 +175,6 @@ def _minor(version: str) -> str:
 
 
 def tpu_files() -> list[str]:
-    """Return the paths of the TPU device files, or an empty list if no TPU is usable (libtpu not installed)."""
+    """Return the paths of the TPU device files, or an empty list without TPUs."""
     files = glob("/dev/accel*") or glob("/dev/vfio/[0-9]*")
     return files if files and util.find_spec("libtpu") is not None else []

@@ -9,7 +9,7 @@ MOST_VALUES = 100_000
 
 
 def load_yaml(text: str) -> Any:
-    """Load a YAML document of plain values. Raise an error if its aliases expand to too many values.
+    """Load a YAML document of plain values.
 
     PyYAML shares the objects behind aliases. A file of 1 KB may therefore load quickly but expand to 10^9 values or
     contain itself, which hangs code that traverses it.
@@ -18,7 +18,7 @@ def load_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise an error if a YAML document is nested too deeply or its aliases expand to too many values."""
+    """Raise an error if a YAML document is too deep or expands to too many values."""
     _read(text, lambda loader, node: None)
 
 

@@ -276,7 +276,7 @@ class Tracker(ABC):
 
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-    """Log values with a tracker's `log_metrics` if its class overrides that method, else with its `log`."""
+    """Log values with the tracker's `log_metrics` if it has one, else with `log`."""
     # A user's class may override either name. The inherited `log_metrics` calls `log`.
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
@@ -285,7 +285,7 @@ def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, 
 
 
 def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
-    """Log hyper-parameters with `log_hyperparams` if the tracker overrides it, else `store_init_configuration`."""
+    """Log hyper-parameters with the method that the tracker overrides."""
     if type(tracker).log_hyperparams is Tracker.log_hyperparams:
         tracker.store_init_configuration(values)
     else:
@@ -293,7 +293,7 @@ def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
 
 
 def hyperparameters_of(params: Any) -> dict[str, Any]:
-    """Convert hyper-parameters to a dict. They may be a mapping, a dataclass instance, a namespace or None."""
+    """Convert hyper-parameters, such as a dataclass or a namespace, to a dict."""
     if params is None:
         return {}
     if isinstance(params, Mapping):
@@ -309,7 +309,7 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, keep: bool = False) -> Any:
-    """Convert a value to basic Python types that YAML and JSON can represent, such as dicts, lists and numbers.
+    """Convert a value to basic Python types that YAML and JSON can represent.
 
     Other objects become text, or stay if `keep` is True.
     """
@@ -349,7 +349,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_main_process(function: Method) -> Method:
-    """Decorate a tracker method so that it does nothing on other processes if `main_process_only` is True.
+    """Decorate a tracker method so that it runs on the main process only.
 
     Args:
         function: The method.
@@ -450,7 +450,7 @@ _CHANNELS = (1, 3, 4)
 
 
 def as_images(values: Mapping[str, Any]) -> dict[str, list[NDArray[Any]]]:
-    """Convert tensors, arrays and PIL images to lists of uint8 arrays of shape (H, W, C), with 1, 3 or 4 channels."""
+    """Convert tensors, arrays and PIL images to uint8 arrays of shape (H, W, C)."""
     return {
         name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()
     }
@@ -487,7 +487,7 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
 
 
 def as_png(image: NDArray[Any]) -> bytes:
-    """Encode an image of shape (H, W, C), as `as_images` returns it, as a PNG file."""
+    """Encode an image of shape (H, W, C) as a PNG file."""
     import struct
     import zlib
 
@@ -508,7 +508,7 @@ def as_png(image: NDArray[Any]) -> bytes:
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """Copy a tensor, an array, an image or a sequence of numbers to a new NumPy array."""
+    """Copy a tensor, an image or a sequence of numbers to a new NumPy array."""
     import numpy as np
 
     if hasattr(value, "detach"):
@@ -533,7 +533,7 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
 
 
 class Losses:
-    """Counter of values that a tracker could not write. It warns once for each cause.
+    """Counter of logged values that a tracker could not write.
 
     Attributes:
         owner: The name of the tracker, for messages.
@@ -586,7 +586,7 @@ def first_line(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the final status of a run, such as `"failed"`, and its error's first line, which may be empty."""
+    """Return the final status of a run and the first line of its error."""
     if error is None:
         return COMPLETED, ""
     return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)

@@ -279,7 +279,7 @@ class _ClearMLRun(Tracker):
 
 
 def plot_of(name: str) -> tuple[str, str]:
-    """Return the ClearML plot and series for a metric: `val_loss` becomes series `val` of plot `loss`."""
+    """Return the ClearML plot and series of a metric: `val_loss` is in plot `loss`."""
     if "/" in name:
         title, _, series = name.partition("/")
         return title, series
@@ -288,7 +288,7 @@ def plot_of(name: str) -> tuple[str, str]:
 
 
 def _wait_for_source(task: Task) -> None:
-    """Wait until ClearML has finished analyzing the script, which happens on a thread of its own.
+    """Wait until ClearML has finished analyzing the script.
 
     ClearML 2.1 sets properties without the lock of that thread. The thread would then overwrite the offline session
     without the properties.
@@ -298,7 +298,7 @@ def _wait_for_source(task: Task) -> None:
 
 
 def _check_server() -> None:
-    """Raise `TrackerError` if there are no ClearML credentials or the ClearML server cannot be reached."""
+    """Raise `TrackerError` if the ClearML server cannot be used."""
     from clearml.backend_api import Session
     from clearml.config import config_obj
 

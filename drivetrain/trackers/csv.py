@@ -176,7 +176,7 @@ def _file_name(name: str) -> str:
 
 
 def _same_step(last: Row, new: Row) -> bool:
-    """Return True if new values fit into the CSV file's last row: same step, and no value is overwritten.
+    """Return True if new values fit into the last row of the CSV file.
 
     The epoch may differ, since values logged at the start of an epoch have the last step of the previous epoch.
     """
@@ -200,7 +200,7 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size  # file offset of the last row
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows to the CSV file. If `replace_last` is True, the first one replaces the file's last row.
+        """Append rows to the CSV file, or replace its last row with the first one.
 
         If writing fails, for example on a full disk, the file is restored, so that the rows can be written again.
         """
@@ -247,7 +247,7 @@ class _Table:
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
-    """Rewrite a CSV file atomically with the given columns and at most `limit` rows. Return the number of rows."""
+    """Rewrite a CSV file with some columns and rows. Return the number of rows."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
     try:
@@ -279,7 +279,7 @@ def _cut_table(path: Path, columns: list[str], limit: int) -> int:
 
 
 def _cut_broken_line(path: Path) -> None:
-    """Remove an incomplete last line from a CSV file. A run that is killed while writing may leave one."""
+    """Remove an incomplete last line, which a killed run may leave in a CSV file."""
     with path.open("rb+") as file:
         content = file.read()
         if not content.endswith(b"\n"):

@@ -23,7 +23,7 @@ _VERSION = re.compile(r"version_(\d+)")
 
 
 class RunDirectory:
-    """Directory `<save_dir>/<name>/version_<n>` into which the trackers of one run write their files.
+    """Directory `<save_dir>/<name>/version_<n>` for the files of one run.
 
     Without a version, the next free number is taken when the path is first read. Trackers of one run share the object,
     so that their files are in the same directory.
@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def version(self) -> int | str:
-        """The version number or directory name of this run. The next free number is reserved at the first access."""
+        """The version number or name of this run. A number is reserved on first use."""
         if self._version is None:
             self._version = self._take_version()
         return self._version
@@ -62,12 +62,12 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """The path of this run's directory, which is created only when something is written."""
+        """The path of this run's directory, which may not exist yet."""
         version = self.version
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def resume(self, version: Any) -> bool:
-        """Switch to the directory of an earlier run. Return False if it is gone or another `version` was given."""
+        """Switch to the directory of an earlier run. Return False if that is not possible."""
         if self.is_given:
             return bool(self._version == version)
         is_number = type(version) is int and version >= 0
@@ -88,7 +88,7 @@ class RunDirectory:
         return bool(self._version == version)
 
     def create(self) -> Path:
-        """Create the run's directory if it does not exist, list the run in the index, and return the path."""
+        """Create the run's directory, list the run in the index, and return the path."""
         if self._is_free_again and self.path.exists():
             self._version = None  # another run has taken the number in the meantime
         self._is_free_again = False
@@ -105,13 +105,13 @@ class RunDirectory:
         return path
 
     def existing(self) -> list[Path]:
-        """Return the directories of all runs, newest first, or only this run's directory if `version` was given."""
+        """Return the directories of all runs, newest first."""
         if self.is_given:
             return [self.path]
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
 
     def _take_version(self) -> int:
-        """Reserve the next free version number by creating its directory, and return the number.
+        """Reserve the next free version number by creating its directory.
 
         Other processes than the main one create nothing. The Trainer sends them the number of the main process.
         """
@@ -132,7 +132,7 @@ class RunDirectory:
             return number
 
     def release(self) -> None:
-        """Remove this run's directory if it is empty, so that a run that logs nothing leaves no trace."""
+        """Remove this run's directory if it is empty."""
         if self._remove_empty is not None and self._remove_empty():
             self._is_free_again = True
 
@@ -219,7 +219,7 @@ class DirectoryTracker(Tracker):
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
-        """Return an entry of a checkpoint's tracker state. Raise `CheckpointError` if its type is not `kind`."""
+        """Return an entry of the tracker's saved state, after checking its type."""
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(
@@ -229,7 +229,7 @@ class DirectoryTracker(Tracker):
         return value
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
-        """Remove the values that were logged after the checkpoint was saved. Subclasses override this method."""
+        """Remove the values that were logged after the checkpoint was saved."""
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
         """Write all remaining values when a run ends. Files stay open after a completed run, for later test results.

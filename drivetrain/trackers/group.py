@@ -44,7 +44,7 @@ Item = tuple[Call, int]
 
 
 class CallQueue:
-    """Bounded queue of function calls, and the background thread that executes them. The first call starts it."""
+    """Bounded queue of function calls, executed by a background thread."""
 
     def __init__(self, name: str, run: Callable[[Call, int], None], limit: int) -> None:
         self._name, self._run, self._limit = name, run, limit
@@ -63,7 +63,7 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Queue a call that logs some values. Return False if the queue is full, unless `always` is True."""
+        """Queue a call that logs some values. Return False if the queue is full."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False
@@ -78,12 +78,12 @@ class CallQueue:
         return True
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all queued calls have been executed. Return False if that takes longer than `timeout` seconds."""
+        """Wait until all queued calls have been executed. Return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Discard all queued calls, and let the background thread end. Return how many values are lost."""
+        """Discard all queued calls, and return how many values are lost."""
         with self._changed:
             # A call that hangs keeps the old queue and its thread. New calls get a new queue, so they are not
             # blocked.
@@ -149,7 +149,7 @@ class Absent:
 
 
 class AbsentTracker(Tracker):
-    """Tracker that ignores every call. Used on processes that must not log, and in trial runs."""
+    """Tracker that ignores every call, for processes that must not log."""
 
     def __init__(self, name: str = "absent") -> None:
         self.name = name  # type: ignore[misc]
@@ -428,7 +428,7 @@ class BackgroundTracker(Tracker):
 
 
 def as_numbers(values: Mapping[str, Any], secrets: Secrets | None = None) -> dict[str, Any]:
-    """Return a copy of logged values in which one-element tensors are numbers and secrets in texts are hidden."""
+    """Convert one-element tensors to numbers, and hide secrets in texts."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if hasattr(value, "item") and getattr(value, "size", None) is not None:
@@ -456,7 +456,7 @@ _RECORDED = "recorded"  # key of the recorder's state in a checkpoint
 
 @dataclass(eq=False)
 class TrackerGroup:
-    """All trackers of one run, called together. Slow trackers are called on background threads.
+    """All experiment trackers of one run, called together.
 
     Each kind of error of a tracker logs one warning. Values that it could not write are counted and reported at the
     end. Secrets are removed from hyper-parameters.
@@ -475,12 +475,12 @@ class TrackerGroup:
 
     @property
     def writes_here(self) -> bool:
-        """True if at least one tracker logs on this process. Most trackers log on the main process only."""
+        """True if at least one tracker logs on this process."""
         return any(self._is_called(tracker) for tracker in self._writers)
 
     @property
     def keeps_values(self) -> bool:
-        """True if logged values are stored anywhere: by a tracker on any process, or for the run report."""
+        """True if logged values are stored anywhere, on any process."""
         return bool(self.trackers) or self.recorder is not None
 
     @property
@@ -488,12 +488,12 @@ class TrackerGroup:
         return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
 
     def record_with(self, recorder: Tracker | None) -> None:
-        """Set an additional tracker that stores logged values for the run report. None removes it."""
+        """Set an additional tracker that stores values for the run report."""
         self.recorder = recorder
 
     @property
     def secrets(self) -> Secrets:
-        """The secrets of all trackers, such as API keys, with methods that remove them from values and texts."""
+        """The secrets of all trackers, with methods that remove them from values."""
         if self._clean is None:
             self._clean = Secrets(each for tracker in self.trackers for each in tracker.secrets)
         return self._clean
@@ -501,13 +501,13 @@ class TrackerGroup:
     # start of the run
 
     def start(self) -> None:
-        """Import all trackers' packages, and open the runs of those trackers that use a background thread."""
+        """Import the trackers' packages, and open runs that are used in the background."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
 
     def share_directories(self) -> None:
-        """Make all processes use the run directories that the main process chose. Must be called on every process."""
+        """Use the main process's run directories on all processes."""
         held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
         [versions] = broadcast_object_list([[each.version for each in held] if self.is_main else None])
         for directory, version in zip(held, versions, strict=False):
@@ -562,7 +562,7 @@ class TrackerGroup:
         self._each(lambda target: target.save())
 
     def checkpoint_saved(self, callback: Any) -> None:
-        """Tell every tracker that a `ModelCheckpoint` has saved a checkpoint, through `after_save_checkpoint`."""
+        """Tell every tracker that a `ModelCheckpoint` has saved a checkpoint."""
         for tracker in self.trackers:
             if type(tracker).after_save_checkpoint is not Tracker.after_save_checkpoint:
                 self._call(tracker, lambda target: target.after_save_checkpoint(callback))
@@ -570,7 +570,7 @@ class TrackerGroup:
     # end of the run
 
     def log_best_model(self, path: str | os.PathLike[str]) -> None:
-        """Upload the best checkpoint with every tracker whose `log_model` is True."""
+        """Upload the best checkpoint with the trackers whose `log_model` is True."""
         for tracker in self.trackers:
             if tracker.log_model:
                 self._call(tracker, lambda target: target.log_artifact(path, "best"))
@@ -584,7 +584,7 @@ class TrackerGroup:
     # state
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state dicts of all trackers for a checkpoint. The list is empty except on the main process."""
+        """Return the state dicts of all trackers for a checkpoint."""
         if not self.is_main:
             return []
         states: list[dict[str, Any]] = []
@@ -599,7 +599,7 @@ class TrackerGroup:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the tracker runs saved in a checkpoint. Raise `CheckpointError` if a tracker rejects its state."""
+        """Continue the tracker runs that a checkpoint describes."""
         if self.is_main:
             # States are matched by position. A resumed run may have more or fewer trackers.
             given = [state for state in states if _RECORDED not in state]
@@ -612,7 +612,9 @@ class TrackerGroup:
     # single trackers
 
     def get(self, name: str) -> Tracker:
-        """Return the run's tracker with this name. On processes that do not log, its methods do nothing.
+        """Return the run's tracker with this name.
+
+        On processes that do not log, its methods do nothing.
 
         Raise `ConfigurationError` if the run has no tracker with this name.
         """

@@ -17,7 +17,7 @@ from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold an exclusive lock on a file. Raise `TimeoutError` if the lock is not free within `seconds`."""
+    """Hold an exclusive lock on a file while the `with` block runs."""
     import filelock
 
     lock = filelock.FileLock(path)
@@ -40,7 +40,7 @@ _TITLE = "# when, where and with which command each run began, newest first\n"
 
 
 def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], secrets: Sequence[str] = ()) -> None:
-    """List this run at the top of the index file `<save_dir>/drivetrain_logs/index`. Failures only log a warning.
+    """List this run at the top of the index file of its log directory.
 
     Several runs may call it at the same time.
     """
@@ -63,7 +63,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """Run as listed in the index file of a log directory, with its path, name and command.
+    """Entry of a run in the index file of a log directory.
 
     Attributes:
         when: The time when the run started or was last resumed, as text.
@@ -79,7 +79,7 @@ class ListedRun:
 
 
 def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
-    """Return all runs listed in the index file `<save_dir>/drivetrain_logs/index`, newest first and each once."""
+    """Return the runs in the index file of a log directory, newest first."""
     directory = Path(save_dir, DIRECTORY)
     path = directory / NAME
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -96,13 +96,13 @@ def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
 
 
 def words_of_command() -> list[str]:
-    """Return the words of the command that started this run: that of the launcher if one was used."""
+    """Return the words of the command that started this run or its launcher."""
     launched = os.environ.get(COMMAND_VARIABLE)
     return shlex.split(launched) if launched else list(sys.orig_argv or sys.argv)
 
 
 def command(secrets: Sequence[str] = ()) -> str:
-    """Return the command that started this run as shell text, with secrets replaced by `<hidden>`."""
+    """Return the command that started this run, without its secrets."""
     words = words_of_command()
     words[:1] = [os.path.basename(word) for word in words[:1]]
     kept: list[str] = []

@@ -158,7 +158,7 @@ class _MLFlowRun(PackageRun):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock on a local SQLite database, so that only one run at a time creates MLflow's tables."""
+        """Hold a lock on a SQLite database, so that one run at a time creates its tables."""
         _, is_sqlite, path = self._uri.partition("sqlite:///")
         if not is_sqlite:
             yield
@@ -181,7 +181,7 @@ class _MLFlowRun(PackageRun):
         return str(client.create_experiment(name, artifact_location=files))
 
     def _context(self) -> dict[str, str]:
-        """Return the tags of a new MLflow run: those of the user, and MLflow's own about script and user."""
+        """Return the tags of a new MLflow run, the user's and MLflow's own."""
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
@@ -271,5 +271,5 @@ class _MLFlowRun(PackageRun):
 
 
 def _valid(name: str) -> str:
-    """Return a metric or parameter name in which characters that MLflow does not allow are replaced by `_`."""
+    """Replace the characters of a name that MLflow does not allow."""
     return "".join(each if each.isalnum() or each in "_-. /:" else "_" for each in name)

@@ -24,7 +24,7 @@ _SHORTEST = 8
 
 
 class Secrets:
-    """Filter that removes secrets, such as API keys and passwords, from values and texts before they are logged.
+    """Filter that removes secrets, such as API keys, from logged values and texts.
 
     A text is secret if its name is like `api_key`, `hf_token`, `password` or `clientSecret`. Known secrets are the
     given values and those of environment variables with such names.
@@ -38,16 +38,16 @@ class Secrets:
         self._known = re.compile("|".join(parts)) if parts else None
 
     def in_text(self, text: str) -> str:
-        """Return a text with known secrets, and credentials in URLs, replaced by `<hidden>`."""
+        """Replace known secrets and credentials in a text by `<hidden>`."""
         text = without_credentials(text)
         return self._known.sub(HIDDEN, text) if self._known is not None else text
 
     def hide(self, value: Any) -> Any:
-        """Return a copy of nested dicts and lists in which every secret is replaced by `<hidden>`."""
+        """Replace the secrets in nested dicts and lists by `<hidden>`."""
         return self._clean(value, drops=False)
 
     def drop(self, value: Any) -> Any:
-        """Return a copy of nested dicts and lists without entries named like secrets, such as `api_key`."""
+        """Leave out entries of nested dicts that are named like secrets."""
         return self._clean(value, drops=True)
 
     def _clean(self, value: Any, drops: bool) -> Any:
@@ -65,14 +65,14 @@ class Secrets:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True if a name denotes a secret, such as `api_key`, but not for `max_tokens` or `pad_token`."""
+    """Return True if a name denotes a secret, such as `api_key`."""
     # `clientSecret` becomes `client_secret`.
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
     return bool(_SECRET_NAME.search(snake)) and not _VOCABULARY.search(snake)
 
 
 def _covered(value: Any) -> Any:
-    """Return `<hidden>` in place of a secret value. Numbers, booleans, None and empty texts stay unchanged."""
+    """Return `<hidden>` in place of a secret text."""
     if value is None or isinstance(value, (bool, int, float)) or value in ("", HIDDEN):
         return value
     return HIDDEN

@@ -34,7 +34,7 @@ def missing_package(owner: str, package: str, extra: str) -> PackageMissingError
 
 
 def check_reachable(owner: str, url: str, advice: str) -> None:
-    """Raise `TrackerError` if a server cannot be reached, since most tracker packages would retry for minutes."""
+    """Raise `TrackerError` if a tracker's server cannot be reached."""
     if any(scheme in urllib.request.getproxies() for scheme in ("http", "https", "all")):
         return  # the package connects through a proxy
     parsed = urllib.parse.urlsplit(url)
@@ -46,7 +46,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Return True if script and command line contain no secret, so that a tracker may record them. Warn otherwise."""
+    """Return True if a tracker may record the script and command line."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
@@ -67,7 +67,7 @@ def script_path() -> str | None:
 
 
 def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, float], dict[str, str]]:
-    """Split logged values into a dict of numbers and a dict of texts. Nested names are joined by `/`."""
+    """Split logged values into a dict of numbers and a dict of texts."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for key, value in values.items():
@@ -86,7 +86,7 @@ def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
 
 
 class PackageRun(Tracker):
-    """Base class of adapters for the run of a third-party package, such as MLflow, used on a background thread.
+    """Base class of adapters for the run of a third-party package, such as MLflow.
 
     Its methods are called on the thread of a `PackageLogger`. A subclass implements `open`, which opens the package's
     run and assigns it to `_run`, and `finalize`, which ends the run.
@@ -111,7 +111,7 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the package's run and store it in `_run`. Return the run's path or URL for the index, or None."""
+        """Open the package's run, and return its path or URL, or None."""
         raise NotImplementedError
 
     def start(self) -> None:

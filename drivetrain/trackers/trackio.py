@@ -107,7 +107,7 @@ class _TrackioRun(PackageRun):
         return f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0] if server else where
 
     def _check_space(self) -> None:
-        """Raise `TrackerError` if a Hugging Face token or connection is missing, instead of retrying for minutes."""
+        """Raise `TrackerError` if a Hugging Face token or connection is missing."""
         import huggingface_hub
 
         if not huggingface_hub.get_token():
@@ -123,7 +123,7 @@ class _TrackioRun(PackageRun):
         self.tracker.log(named, step=step)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
-        """Add values to the run's configuration, after all pending values have been sent.
+        """Add values to the run's configuration.
 
         Trackio 0.43 writes the configuration once, together with the next values. If one batch holds several
         configurations, it writes the first, so pending values must be sent before.

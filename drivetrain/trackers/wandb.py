@@ -143,7 +143,7 @@ class _WandbRun(PackageRun):
         return settings
 
     def _check_server(self, wandb: Any, settings: Any) -> None:
-        """Raise `TrackerError` if there is no connection to wandb, or no API key, for which wandb would prompt."""
+        """Raise `TrackerError` if there is no connection to wandb or no API key."""
         known = wandb.setup().settings
         mode = self._options.get("mode") or os.environ.get("WANDB_MODE") or known.mode
         if mode in (*_OFFLINE_MODES, "disabled"):

@@ -13,7 +13,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True)
 class Setting:
-    """Definition of one launch setting: its flag, its keys and variables, and the values that it accepts."""
+    """Definition of one launch setting, with its flag and its allowed values."""
 
     name: str
     help: str
@@ -38,7 +38,7 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Parse a setting's value, such as a flag's text, into its type. None if the value means unset.
+        """Parse the text of a setting, such as a flag's, to its type.
 
         `where` names the flag, key or variable in an error message.
         """
@@ -54,7 +54,7 @@ class Setting:
         return parsed
 
     def text(self, value: Any) -> str:
-        """Return a setting's value as the text of an environment variable, such as `"true"` for True."""
+        """Format a setting's value for an environment variable, such as `"true"`."""
         if isinstance(value, bool):
             return "1" if value and self.kind == "switch" else "true" if value else "false"
         if isinstance(value, list | tuple):
@@ -143,7 +143,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Launch settings of one feature, which form a section of the configuration file, such as `fsdp_config`."""
+    """Launch settings that form a section of the configuration file, such as `fsdp_config`."""
 
     name: str
     prefix: str

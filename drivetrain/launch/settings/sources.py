@@ -25,7 +25,7 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the launch settings that are given in environment variables, by name of the setting."""
+    """Return the launch settings that environment variables give."""
     everything = os.environ if environ is None else environ
     # Every Accelerator calls this several times, so search the environment once instead of twice per setting.
     variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}
@@ -87,7 +87,7 @@ def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
 
 
 def _keep_backend_settings(found: dict[str, Any]) -> None:
-    """Drop FP8 settings that belong to other backends than the selected `fp8_backend`."""
+    """Remove FP8 settings of other backends than the selected one."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
         if backend is not None and name not in FP8_SETTINGS_OF[backend]:
@@ -124,7 +124,7 @@ KEYS = (*_TOP_KEYS, *GROUPS, *_OLD_GROUPS, _TYPE.name, _PLACE.name, _FP16.name, 
 
 
 def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where the user's configuration file is expected. It need not exist."""
+    """Return where the user's configuration file is expected, even if it does not exist."""
     variables = os.environ if environ is None else environ
     named = variables.get(CONFIG_FILE_VARIABLE)
     if named:
@@ -333,7 +333,7 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """Collect the launch settings from all sources: flags, environment variables, SLURM, configuration file.
+    """Collect the launch settings from flags, variables, SLURM and the configuration file.
 
     The first of these sources that has a setting wins.
 
@@ -376,7 +376,7 @@ def collect(
 
 
 def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the path of the configuration file: the named one, else the user's own. None if there is no file.
+    """Return the configuration file that was named, or else the user's own, or None.
 
     A file that a flag or `DRIVETRAIN_CONFIG_FILE` names is returned even if it does not exist. Reading it then reports
     the error.
