@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of all callbacks. Override a hook to run code at that point of the training loop.
+    """Base class of all callbacks.
 
-    The Trainer checks once, when a run starts, which hooks a class overrides, and calls only those. Hooks that are not
-    overridden cost nothing. Override hooks in a class: a function assigned to an instance is ignored. Every process of
-    the run calls every hook, so hooks may use collectives. Put code that should run once under `if
-    trainer.is_global_zero`.
+    Override a hook to run code at that point of the training loop. The Trainer checks once, when a run starts, which
+    hooks a class overrides, and calls only those. Hooks that are not overridden cost nothing. Override hooks in a
+    class: a function assigned to an instance is ignored. Every process of the run calls every hook, so hooks may use
+    collectives. Put code that should run once under `if trainer.is_global_zero`.
 
     Example:
         ```python
@@ -107,10 +107,10 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The key under which a checkpoint stores the callback's state. It must be unique within a Trainer.
+        """The key under which a checkpoint stores the callback's state.
 
-        The default is the class name. If a Trainer may hold several callbacks of one class, override the property and
-        return `build_state_key` with the arguments that distinguish them.
+        It must be unique within a Trainer. The default is the class name. If a Trainer may hold several callbacks of
+        one class, override the property and return `build_state_key` with the arguments that distinguish them.
         """
         return type(self).__qualname__
 
@@ -135,16 +135,17 @@ class Callback:
         """
 
     def forget_run(self) -> None:
-        """Discard records of an earlier run, such as a best score. Called when a new Trainer starts `fit`.
+        """Discard records of an earlier run, such as a best score.
 
-        If that `fit` resumes from a checkpoint, `load_state_dict` then restores the state of the resumed run.
+        Called when a new Trainer starts `fit`. If that `fit` resumes from a checkpoint, `load_state_dict` then restores
+        the state of the resumed run.
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
-        """Return True if the current weights may be saved. Called on every callback before a checkpoint is saved.
+        """Return True if the current weights may be saved.
 
-        Called on all processes, which must return the same value. If any callback returns False, no checkpoint is
-        saved.
+        Called on every callback before a checkpoint is saved. Called on all processes, which must return the same
+        value. If any callback returns False, no checkpoint is saved.
 
         Args:
             trainer: The running Trainer.
@@ -219,13 +220,19 @@ class Callback:
         """Run code before the first training epoch, after the sanity check."""
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last training epoch. Not called if an error or a preemption ends the run."""
+        """Run code after the last training epoch.
+
+        Not called if an error or a preemption ends the run.
+        """
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         """Run code at the start of each training epoch, before its first batch."""
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code when a training epoch ends, after any validation at its end. Metrics of the epoch are available."""
+        """Run code when a training epoch ends, after any validation at its end.
+
+        Metrics of the epoch are available.
+        """
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         """Run code before each training batch, which is already on the device.
@@ -288,7 +295,9 @@ class Callback:
         return None
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
-        """Run code before an optimizer steps. The accumulated gradients are unscaled, but not yet clipped.
+        """Run code before an optimizer steps.
+
+        The accumulated gradients are unscaled, but not yet clipped.
 
         Args:
             trainer: The running Trainer.
@@ -308,7 +317,10 @@ class Callback:
         """Run code before the first validation batch, directly after `on_validation_start`."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last validation batch. `task.log` can still be called to log validation metrics."""
+        """Run code after the last validation batch.
+
+        `task.log` can still be called to log validation metrics.
+        """
 
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -349,7 +361,10 @@ class Callback:
         """Run code before the first test batch, directly after `on_test_start`."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Run code after the last test batch. `task.log` can still be called to log metrics of this test."""
+        """Run code after the last test batch.
+
+        `task.log` can still be called to log metrics of this test.
+        """
 
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0

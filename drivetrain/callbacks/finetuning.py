@@ -61,7 +61,9 @@ class BaseFinetuning(Callback):
     # to override
 
     def freeze_before_training(self, task: Task) -> None:
-        """Freeze the parameters that should not be trained at first. Subclasses must override this method.
+        """Freeze the parameters that should not be trained at first.
+
+        Subclasses must override this method.
 
         Args:
             task: The task, before `configure_optimizers` is called.
@@ -69,9 +71,9 @@ class BaseFinetuning(Callback):
         raise NotImplementedError
 
     def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze parameters or change learning rates at the start of an epoch. Subclasses must override this method.
+        """Unfreeze parameters or change learning rates at the start of an epoch.
 
-        It is called at the start of every epoch, once for each optimizer.
+        Subclasses must override this method. It is called at the start of every epoch, once for each optimizer.
 
         Args:
             task: The task.
@@ -126,7 +128,9 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters that belong directly to a module. A batch norm also stops updating its statistics.
+        """Freeze the parameters that belong directly to a module.
+
+        A batch norm also stops updating its statistics.
 
         Args:
             module: The module.

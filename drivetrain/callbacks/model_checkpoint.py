@@ -290,7 +290,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint, or of the newest if `monitor` is None. Empty if nothing was saved yet."""
+        """The path of the best checkpoint, or of the newest if `monitor` is None.
+
+        Empty if nothing was saved yet.
+        """
         return self._writer.kept.best.best
 
     @property
@@ -303,7 +306,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """A dict from the paths of the `save_top_k` checkpoints to their scores. Scores are 0 without `monitor`."""
+        """A dict from the paths of the `save_top_k` checkpoints to their scores.
+
+        Scores are 0 without `monitor`.
+        """
         return dict(self._writer.kept.best.scores)
 
     @property
@@ -339,7 +345,9 @@ class ModelCheckpoint(Callback):
         return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
-        """Return the monitored metric's value. None if it has not been logged yet, or if no metric is monitored.
+        """Return the monitored metric's value.
+
+        None if it has not been logged yet, or if no metric is monitored.
 
         Args:
             trainer: The running Trainer.
@@ -621,7 +629,9 @@ class ModelCheckpoint(Callback):
     # saving
 
     def settle(self) -> None:
-        """Wait until a save that runs in the background is on disk. Every process must call this method.
+        """Wait until a save that runs in the background is on disk.
+
+        Every process must call this method.
 
         Raises:
             CheckpointError: If the checkpoint could not be written and `on_save_error` is `"raise"`.
@@ -637,9 +647,9 @@ class ModelCheckpoint(Callback):
         self._writer.protect(path)
 
     def save_now(self, trainer: Trainer, reason: str = "preempted") -> str:
-        """Save a resumable checkpoint at once, before a preemption ends the run. Every process must call this method.
+        """Save a resumable checkpoint at once, before a preemption ends the run.
 
-        The checkpoint is removed once a newer checkpoint of this run is durable.
+        Every process must call this method. The checkpoint is removed once a newer checkpoint of this run is durable.
 
         Args:
             trainer: The running Trainer.

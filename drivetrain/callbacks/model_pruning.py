@@ -110,7 +110,9 @@ class ModelPruning(Callback):
         self._restored: dict[str, Any] | None = None
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Target] = ()) -> Sequence[Target]:
-        """Return the parameters to prune. Override this method to exclude some of the selected parameters.
+        """Return the parameters to prune.
+
+        Override this method to exclude some of the selected parameters.
 
         Args:
             parameters_to_prune: The selected parameters, as pairs (module, name).
@@ -236,7 +238,9 @@ class ModelPruning(Callback):
             _parameter((module, own)).data.copy_(value)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Remove the pruning masks from a model. Pruned elements stay zero in the parameters.
+        """Remove the pruning masks from a model.
+
+        Pruned elements stay zero in the parameters.
 
         Args:
             module: The model.

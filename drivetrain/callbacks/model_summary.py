@@ -334,7 +334,9 @@ class ModelSummary(Callback):
         total_flops: int = 0,
         **summarize_kwargs: Any,
     ) -> None:
-        """Print the model summary: the table and the totals below it. Override it to show the summary differently.
+        """Print the model summary: the table and the totals below it.
+
+        Override it to show the summary differently.
 
         Args:
             summary_data: The columns, each a title and its cells.

@@ -168,10 +168,10 @@ INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """Base class of callbacks that store the outputs of `predict_step`. Override at least one write method.
+    """Base class of callbacks that store the outputs of `predict_step`.
 
-    Each process writes the predictions of its own batches, without padded rows. Pass `return_predictions=False` to
-    `trainer.predict` if the predictions need not be returned.
+    Override at least one write method. Each process writes the predictions of its own batches, without padded rows.
+    Pass `return_predictions=False` to `trainer.predict` if the predictions need not be returned.
 
     Args:
         write_interval: `"batch"` to call `write_on_batch_end`, `"epoch"` to call `write_on_epoch_end`, or
@@ -213,7 +213,9 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write what `predict_step` returned for one batch. Called on each process for its own batches.
+        """Write what `predict_step` returned for one batch.
+
+        Called on each process for its own batches.
 
         Args:
             trainer: The running Trainer.
@@ -230,7 +232,9 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Trainer, task: Task, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write the predictions of all batches. Called once on each process, with the process's own batches.
+        """Write the predictions of all batches.
+
+        Called once on each process, with the process's own batches.
 
         Args:
             trainer: The running Trainer.
@@ -297,14 +301,14 @@ class BasePredictionWriter(Callback):
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Callback that writes predictions to files with one row per sample. Each process writes files of its own.
+    """Callback that writes predictions to files with one row per sample.
 
-    `predict_step` must return one row per sample, or a dict of such values, which become the columns. A value is a
-    tensor or an array with a row, or a list with an item, for each sample. Items may be texts, numbers and tuples. A
-    column `index` holds the position of each sample in the order of the loader. With interval `"epoch"`, each process
-    writes `predictions-<shard>-of-<shards>`. With `"batch"`, each batch is a file `batch-<first index>`. With several
-    loaders, each has a subfolder `loader-<index>`. `PredictionWriter.read` loads all rows in order. When prediction
-    begins, the files of an earlier run are deleted from the folder.
+    Each process writes files of its own. `predict_step` must return one row per sample, or a dict of such values, which
+    become the columns. A value is a tensor or an array with a row, or a list with an item, for each sample. Items may
+    be texts, numbers and tuples. A column `index` holds the position of each sample in the order of the loader. With
+    interval `"epoch"`, each process writes `predictions-<shard>-of-<shards>`. With `"batch"`, each batch is a file
+    `batch-<first index>`. With several loaders, each has a subfolder `loader-<index>`. `PredictionWriter.read` loads
+    all rows in order. When prediction begins, the files of an earlier run are deleted from the folder.
 
     Args:
         output_dir: The folder to write to.

@@ -422,7 +422,10 @@ class TQDMProgressBar(Callback):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Turn the progress bar on. Takes effect when `fit`, `validate`, `test` or `predict` is called next."""
+        """Turn the progress bar on.
+
+        Takes effect when `fit`, `validate`, `test` or `predict` is called next.
+        """
         self._enabled = True
 
     def disable(self) -> None:
@@ -450,9 +453,9 @@ class TQDMProgressBar(Callback):
         return nullcontext() if self._display is None else self._display.hidden()
 
     def get_metrics(self, trainer: Trainer, task: Any) -> dict[str, Any]:
-        """Return the metric values to show next to the progress bar. Override this method to show other values.
+        """Return the metric values to show next to the progress bar.
 
-        It is called on the main process only, each time the bar is drawn.
+        Override this method to show other values. It is called on the main process only, each time the bar is drawn.
 
         Args:
             trainer: The running Trainer.

@@ -80,7 +80,9 @@ class Timer(Callback):
         return self._last.get(stage, (None, None))[0]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage last ended, in seconds of `time.monotonic`. None while it runs or if it never ran.
+        """Return when a stage last ended, in seconds of `time.monotonic`.
+
+        None while it runs or if it never ran.
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.

@@ -233,9 +233,10 @@ class WeightAveraging(Callback):
         return 0 if self._average is None else self._average.count
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True if the current weights should be added to the average. Override this method for another rule.
+        """Return True if the current weights should be added to the average.
 
-        It is called after every optimizer step and after every epoch. The default updates after every step.
+        Override this method for another rule. It is called after every optimizer step and after every epoch. The
+        default updates after every step.
 
         Args:
             step_idx: The index of the finished optimizer step, from 0, or None at the end of an epoch.
@@ -568,7 +569,10 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_end(self) -> int:
-        """The index of the last epoch to average, from 0. In a run without `max_epochs`, it is never reached."""
+        """The index of the last epoch to average, from 0.
+
+        In a run without `max_epochs`, it is never reached.
+        """
         return self._epochs - 1
 
     # state

@@ -88,10 +88,11 @@ def newest_checkpoint(
     state: PartialState | None = None,
     storage: Storage | None = None,
 ) -> str | None:
-    """Return the path of the newest intact checkpoint in a directory. Damaged ones are skipped with a warning.
+    """Return the path of the newest intact checkpoint in a directory.
 
-    A checkpoint that was saved after a NaN or infinite loss is also skipped if an older one without such a loss exists,
-    because its weights may contain NaN. Otherwise it is returned with a warning.
+    Damaged ones are skipped with a warning. A checkpoint that was saved after a NaN or infinite loss is also skipped if
+    an older one without such a loss exists, because its weights may contain NaN. Otherwise it is returned with a
+    warning.
 
     Args:
         root: The directory or URL that contains the checkpoints.

@@ -195,7 +195,10 @@ class CombinedLoader:
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the loaders' state. Deprecated in favor of `preserve_state`."""
+        """Return a context manager that restores the loaders' state.
+
+        Deprecated in favor of `preserve_state`.
+        """
         return self.preserve_state()
 
     @contextmanager
@@ -232,7 +235,10 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """The `BatchInfo` of the combined batch that was yielded last. None before and after a loop."""
+        """The `BatchInfo` of the combined batch that was yielded last.
+
+        None before and after a loop.
+        """
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 @dataclass(frozen=True)
 class DataShard:
-    """Part of a dataset that one process reads. `DataShard(0, 4)` is the first of four parts.
+    """Part of a dataset that one process reads.
 
-    Processes that work on one batch together (tensor, pipeline or context parallelism) have equal shards.
+    `DataShard(0, 4)` is the first of four parts. Processes that work on one batch together (tensor, pipeline or context
+    parallelism) have equal shards.
 
     Args:
         index: Number of the part, from 0 to `count - 1`.

@@ -134,7 +134,10 @@ class PermutationSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch, from 0. After `set_epoch`, the number of the next one."""
+        """Number of the current epoch, from 0.
+
+        After `set_epoch`, the number of the next one.
+        """
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:

@@ -329,9 +329,10 @@ def _make(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any])
 
 
 class DrivetrainDeprecationWarning(FutureWarning):
-    """Warning about a deprecated feature. The message names its replacement and the version that removes it.
+    """Warning about a deprecated feature.
 
-    It is a `FutureWarning`, because Python hides a `DeprecationWarning` that is raised in an imported module.
+    The message names its replacement and the version that removes it. It is a `FutureWarning`, because Python hides a
+    `DeprecationWarning` that is raised in an imported module.
     """
 
 

@@ -184,17 +184,26 @@ class PartialState:
 
     @classmethod
     def existing(cls) -> PartialState | None:
-        """Return this process's state, or None if it is not initialized. Nothing is initialized by the call."""
+        """Return this process's state, or None if it is not initialized.
+
+        Nothing is initialized by the call.
+        """
         return cls() if "environment" in cls._shared else None
 
     @classmethod
     def registry(cls) -> dict[str, Any]:
-        """Return the dict shared by all `PartialState` instances. Modules may store per-process objects in it."""
+        """Return the dict shared by all `PartialState` instances.
+
+        Modules may store per-process objects in it.
+        """
         return cls._shared
 
     @property
     def store(self) -> Store | None:
-        """Key-value store of the rendezvous. None in a single process, or if the script made the process group."""
+        """Key-value store of the rendezvous.
+
+        None in a single process, or if the script made the process group.
+        """
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
@@ -345,9 +354,10 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, dynamic: bool = False) -> Iterator[Any]:
-        """Split `inputs` between the processes. The context manager yields one contiguous part to each.
+        """Split `inputs` between the processes.
 
-        If the length is not a multiple of the number of processes, the first processes get one more item.
+        The context manager yields one contiguous part to each. If the length is not a multiple of the number of
+        processes, the first processes get one more item.
 
         Args:
             inputs: A list, tuple, tensor, array, Hugging Face dataset or other object with a length and slices, or a
@@ -399,7 +409,9 @@ class PartialState:
     # execution on some processes only
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it. On other processes it returns None.
+        """Decorate a function so that only the main process runs it.
+
+        On other processes it returns None.
 
         Args:
             function: The function, or None if the decorator is used with parentheses.

@@ -145,7 +145,9 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results of all inputs, in input order. Call this after the loop over the queue has ended.
+        """Return the results of all inputs, in input order.
+
+        Call this after the loop over the queue has ended.
 
         Returns:
             A list with the objects passed to `done`, or None for an item without a call of `done`.

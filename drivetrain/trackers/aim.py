@@ -18,11 +18,11 @@ _LOCK_SECONDS = 120.0
 
 
 class AimLogger(PackageLogger):
-    """Tracker that logs to an Aim run. A background thread writes the values, so training does not wait.
+    """Tracker that logs to an Aim run.
 
-    If the repository does not exist, it is created. `aim up` displays it. A resumed run continues its Aim run. When a
-    `fit` ends, the run is closed with the parameters `status` and, if it failed, `error`. Later logging reopens the
-    run. Texts and tables are stored as text.
+    A background thread writes the values, so training does not wait. If the repository does not exist, it is created.
+    `aim up` displays it. A resumed run continues its Aim run. When a `fit` ends, the run is closed with the parameters
+    `status` and, if it failed, `error`. Later logging reopens the run. Texts and tables are stored as text.
 
     Args:
         repo: The directory of the repository, or an address `aim://`. If None, the current directory.

@@ -87,18 +87,29 @@ class Tracker(ABC):
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Secret values that this tracker uses, such as its API key. They are removed from all logged values."""
+        """Secret values that this tracker uses, such as its API key.
+
+        They are removed from all logged values.
+        """
         return ()
 
     def load(self) -> None:
-        """Import the packages that the tracker needs. Called on the main thread before the first training step."""
+        """Import the packages that the tracker needs.
+
+        Called on the main thread before the first training step.
+        """
 
     def start(self) -> None:
-        """Open the tracker's run now instead of at the first logged value. Does nothing if the run is already open."""
+        """Open the tracker's run now instead of at the first logged value.
+
+        Does nothing if the run is already open.
+        """
 
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run. Further calls add to the values that are already stored.
+        """Write the hyper-parameters of the run.
+
+        Further calls add to the values that are already stored.
 
         Args:
             values: A dict from name to value. Nested dicts and lists are allowed.
@@ -201,7 +212,10 @@ class Tracker(ABC):
         """Flush all values logged so far, to disk or to the tracker's server."""
 
     def finish(self) -> None:
-        """Write all remaining values and close the tracker's run. Logging further values opens the run again."""
+        """Write all remaining values and close the tracker's run.
+
+        Logging further values opens the run again.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores so that a resumed run can continue this tracker's run, such as its ID.
@@ -221,7 +235,10 @@ class Tracker(ABC):
 
     @property
     def tracker(self) -> Any:
-        """The run object of the tracker's library, such as a `SummaryWriter`. Opens the run if necessary."""
+        """The run object of the tracker's library, such as a `SummaryWriter`.
+
+        Opens the run if necessary.
+        """
         self.start()
         return self
 
@@ -249,7 +266,10 @@ class Tracker(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The run object of the tracker's library, such as a `SummaryWriter`. An alias of `tracker`."""
+        """The run object of the tracker's library, such as a `SummaryWriter`.
+
+        An alias of `tracker`.
+        """
         return self.tracker
 
     # end of the run
@@ -266,7 +286,9 @@ class Tracker(ABC):
         self.finish()
 
     def record_end(self, status: str, message: str) -> None:
-        """Tell the tracker how the run ended. Override this method to report the status in the service's own terms.
+        """Tell the tracker how the run ended.
+
+        Override this method to report the status in the service's own terms.
 
         Args:
             status: The status of the run, as for `finalize`.
@@ -420,7 +442,9 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Create this tracker for a Trainer that selects it by name. Passes the project, and `save_dir` if required.
+        """Create this tracker for a Trainer that selects it by name.
+
+        Passes the project, and `save_dir` if required.
 
         Args:
             save_dir: The root directory of the run.

@@ -31,12 +31,13 @@ _CONFIGURING = threading.Lock()
 
 
 class ClearMLLogger(BackgroundTracker):
-    """Tracker that logs to a ClearML task. A background thread sends the values, so training does not wait.
+    """Tracker that logs to a ClearML task.
 
-    `train_loss` and `val_loss` are two series of one plot, `loss`. `train/loss` is the series `loss` of the plot
-    `train`. NaN and infinite values are written as text, since ClearML would display zeros. A resumed run continues
-    its ClearML task. Offline, it starts a new session with the property `continues`. When a `fit` ends, the task is
-    closed with the properties `status` and, if it failed, `error`. Later logging reopens the task.
+    A background thread sends the values, so training does not wait. `train_loss` and `val_loss` are two series of one
+    plot, `loss`. `train/loss` is the series `loss` of the plot `train`. NaN and infinite values are written as text,
+    since ClearML would display zeros. A resumed run continues its ClearML task. Offline, it starts a new session with
+    the property `continues`. When a `fit` ends, the task is closed with the properties `status` and, if it failed,
+    `error`. Later logging reopens the task.
 
     Args:
         project_name: The project. If None, `CLEARML_PROJECT`, or else `"drivetrain"`.

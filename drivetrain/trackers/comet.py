@@ -23,11 +23,12 @@ _SOURCE_OPTIONS = ("log_git_patch", "log_git_metadata", "log_env_host", "parse_a
 
 
 class CometLogger(BackgroundTracker):
-    """Tracker that logs to a Comet experiment. A background thread sends the values, so training does not wait.
+    """Tracker that logs to a Comet experiment.
 
-    A resumed run continues its Comet experiment. When a `fit` ends, the experiment is closed with `status` and, if it
-    failed, `error` as other values. Later logging reopens the experiment. Offline, each time that the experiment is
-    open creates an archive. `comet upload` sends the archives in the order of their creation.
+    A background thread sends the values, so training does not wait. A resumed run continues its Comet experiment. When
+    a `fit` ends, the experiment is closed with `status` and, if it failed, `error` as other values. Later logging
+    reopens the experiment. Offline, each time that the experiment is open creates an archive. `comet upload` sends the
+    archives in the order of their creation.
 
     Args:
         api_key: The API key. If None, that of `COMET_API_KEY` or of Comet's configuration.

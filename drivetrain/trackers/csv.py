@@ -83,7 +83,10 @@ class CSVLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> Path:
-        """The path of the file `metrics.csv` of this run. Getting it creates the run's directory."""
+        """The path of the file `metrics.csv` of this run.
+
+        Getting it creates the run's directory.
+        """
         self.start()
         return self.run_directory.path / "metrics.csv"
 
@@ -105,7 +108,10 @@ class CSVLogger(DirectoryTracker):
         self._rows.append(row)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write images to PNG files, `images/<name>/<step>.png` in the run directory. Several images are numbered."""
+        """Write images to PNG files, `images/<name>/<step>.png` in the run directory.
+
+        Several images are numbered.
+        """
         for name, images in as_images(values).items():
             folder = self.run_directory.create() / "images" / _file_name(self._prefix + name)
             folder.mkdir(parents=True, exist_ok=True)

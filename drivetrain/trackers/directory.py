@@ -232,7 +232,9 @@ class DirectoryTracker(Tracker):
         """Remove the values that were logged after the checkpoint was saved."""
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Write all remaining values when a run ends. Files stay open after a completed run, for later test results.
+        """Write all remaining values when a run ends.
+
+        Files stay open after a completed run, for later test results.
 
         Args:
             status: The status of the run, as for `Tracker.finalize`.

@@ -21,13 +21,13 @@ _OWN_FILE = "run_id"
 
 
 class DVCLiveLogger(PackageLogger):
-    """Tracker that writes DVCLive files. A background thread writes the values, so training does not wait.
+    """Tracker that writes DVCLive files.
 
-    A new run replaces the earlier one in its directory, as is usual with DVC. A resumed run continues the run of its
-    checkpoint, and removes the values after the checkpoint. If the directory holds another run by then, it starts a
-    new one. When a `fit` ends, `status` and, if it failed, `error` are added to the summary, and in a Git repository
-    with DVC the run is saved as an experiment. Later logging reopens the run. Tables and histograms are stored as
-    custom plots.
+    A background thread writes the values, so training does not wait. A new run replaces the earlier one in its
+    directory, as is usual with DVC. A resumed run continues the run of its checkpoint, and removes the values after the
+    checkpoint. If the directory holds another run by then, it starts a new one. When a `fit` ends, `status` and, if it
+    failed, `error` are added to the summary, and in a Git repository with DVC the run is saved as an experiment. Later
+    logging reopens the run. Tables and histograms are stored as custom plots.
 
     Args:
         run_name: The name of the experiment.

@@ -288,10 +288,10 @@ class BackgroundTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """The run object of the wrapped tracker's library. Opens the run if necessary and waits until it is open.
+        """The run object of the wrapped tracker's library.
 
-        If the run cannot be opened, and on other processes than the main one, this is an object that ignores every
-        call.
+        Opens the run if necessary and waits until it is open. If the run cannot be opened, and on other processes than
+        the main one, this is an object that ignores every call.
         """
         if self._calls.is_current:
             return self._inner.tracker

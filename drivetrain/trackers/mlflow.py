@@ -28,12 +28,13 @@ _BATCH = 100
 
 
 class MLFlowLogger(PackageLogger):
-    """Tracker that logs to an MLflow run. A background thread sends the values, so training does not wait.
+    """Tracker that logs to an MLflow run.
 
-    Without a `tracking_uri`, the run is written to the database `mlflow.db` in `save_dir`, with its files beside it.
-    `mlflow ui --backend-store-uri` displays it. A resumed run continues its MLflow run. When a `fit` ends, the MLflow
-    run is marked as finished, failed or killed, with the tags `status` and, if it failed, `error`. Later logging
-    reopens the run. MLflow never changes a parameter: a second value is ignored with a warning.
+    A background thread sends the values, so training does not wait. Without a `tracking_uri`, the run is written to the
+    database `mlflow.db` in `save_dir`, with its files beside it. `mlflow ui --backend-store-uri` displays it. A resumed
+    run continues its MLflow run. When a `fit` ends, the MLflow run is marked as finished, failed or killed, with the
+    tags `status` and, if it failed, `error`. Later logging reopens the run. MLflow never changes a parameter: a second
+    value is ignored with a warning.
 
     Args:
         experiment_name: The name of the experiment. If None, `MLFLOW_EXPERIMENT_NAME`, or else `"drivetrain"`.
@@ -99,7 +100,10 @@ class MLFlowLogger(PackageLogger):
 
     @property
     def run_id(self) -> str | None:
-        """The ID of the MLflow run, or None before the run is opened. An alias of `version`."""
+        """The ID of the MLflow run, or None before the run is opened.
+
+        An alias of `version`.
+        """
         return self.version
 
 

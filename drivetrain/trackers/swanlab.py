@@ -18,11 +18,12 @@ _PROBES = ("runtime", "git")
 
 
 class SwanLabLogger(PackageLogger):
-    """Tracker that logs to a SwanLab run. A background thread sends the values, so training does not wait.
+    """Tracker that logs to a SwanLab run.
 
-    A resumed run continues its SwanLab run. Offline, it writes another directory with the same ID. When a `fit` ends,
-    `status` and, if it failed, `error` are added to the configuration, and the run is closed as successful, crashed or
-    aborted. Later logging reopens the run. A run that the script has opened is used, and left open.
+    A background thread sends the values, so training does not wait. A resumed run continues its SwanLab run. Offline,
+    it writes another directory with the same ID. When a `fit` ends, `status` and, if it failed, `error` are added to
+    the configuration, and the run is closed as successful, crashed or aborted. Later logging reopens the run. A run
+    that the script has opened is used, and left open.
 
     Args:
         project: The project. If None, `SWANLAB_PROJ_NAME`, or else `"drivetrain"`.

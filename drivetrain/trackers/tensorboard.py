@@ -93,7 +93,10 @@ class TensorBoardLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> SummaryWriter:
-        """The `SummaryWriter` of this run, for all features of TensorBoard. Opens the run if necessary."""
+        """The `SummaryWriter` of this run, for all features of TensorBoard.
+
+        Opens the run if necessary.
+        """
         self.start()
         assert self._writer is not None
         return self._writer
@@ -169,7 +172,9 @@ class TensorBoardLogger(DirectoryTracker):
             self.tracker.add_histogram(self._prefix + name, as_array(each), step)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Write the graph of a model, traced with an example input. Does nothing if `input_array` is None.
+        """Write the graph of a model, traced with an example input.
+
+        Does nothing if `input_array` is None.
 
         Args:
             model: The module.

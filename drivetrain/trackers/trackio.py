@@ -18,11 +18,12 @@ _BATCH_SECONDS = 10.0
 
 
 class TrackioLogger(PackageLogger):
-    """Tracker that logs to a Trackio run. A background thread sends the values, so training does not wait.
+    """Tracker that logs to a Trackio run.
 
-    Without `space_id` and `server_url`, the run is written to the database of the project below `TRACKIO_DIR`, and
-    `trackio show` displays it. A resumed run continues its Trackio run, identified by its name. When a `fit` ends, the
-    run is closed, with `status` and, if it failed, `error` in its configuration. Later logging reopens the run.
+    A background thread sends the values, so training does not wait. Without `space_id` and `server_url`, the run is
+    written to the database of the project below `TRACKIO_DIR`, and `trackio show` displays it. A resumed run continues
+    its Trackio run, identified by its name. When a `fit` ends, the run is closed, with `status` and, if it failed,
+    `error` in its configuration. Later logging reopens the run.
 
     Args:
         project: The project. If None, `"drivetrain"`.

@@ -21,12 +21,12 @@ _POLICIES = ("mutable", "immutable")
 
 
 class WandbLogger(PackageLogger):
-    """Tracker that logs to a Weights & Biases run. A background thread sends the values, so training does not wait.
+    """Tracker that logs to a Weights & Biases run.
 
-    The x axis of all values is `trainer/global_step`, so values of an earlier step than the last one are not dropped.
-    A resumed run continues its W&B run. Offline, it writes another directory with the same ID. When a `fit` ends, the
-    run is closed, with `status` and, if it failed, `error` in its summary. Later logging reopens the run. A run that
-    the script has opened is used, and left open.
+    A background thread sends the values, so training does not wait. The x axis of all values is `trainer/global_step`,
+    so values of an earlier step than the last one are not dropped. A resumed run continues its W&B run. Offline, it
+    writes another directory with the same ID. When a `fit` ends, the run is closed, with `status` and, if it failed,
+    `error` in its summary. Later logging reopens the run. A run that the script has opened is used, and left open.
 
     Args:
         name: The name of the run.
