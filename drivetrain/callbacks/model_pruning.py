@@ -110,7 +110,7 @@ class ModelPruning(Callback):
         self._restored: dict[str, Any] | None = None
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Target] = ()) -> Sequence[Target]:
-        """Return the parameters to prune.
+        """Choose which of the selected parameters are pruned, by default all of them.
 
         Override this method to exclude some of the selected parameters.
 

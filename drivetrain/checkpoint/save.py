@@ -454,16 +454,16 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing. Deprecated."""
+        """Do nothing. Deprecated: background saves need no preparation."""
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing. Deprecated."""
+        """Do nothing. Deprecated: tensors may be changed once a background save has returned."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def staging_bytes(self) -> int:
-        """Always 0. Deprecated."""
+        """Size of the memory that is kept between saves. Deprecated: always 0."""
         return 0
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")

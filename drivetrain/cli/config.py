@@ -114,7 +114,7 @@ def _terminal() -> Terminal:
 
 
 class Terminal:
-    """Terminal in which `drivetrain config` asks its questions."""
+    """Prompts in the terminal for the questions of `drivetrain config`."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         import questionary

@@ -189,7 +189,6 @@ class PreparedLoader(DataLoader[Any]):
         return batches
 
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
-        """Yield this process's batches, and keep `current` up to date."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         batches: Iterator[PendingBatch] = iter(())
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())

@@ -72,7 +72,7 @@ class Observer:
         return path
 
     def saved_in(self, path: str) -> str:
-        """Return where a checkpoint that was saved to `path` is, if `directory` redirected the save."""
+        """Return the real directory of a checkpoint whose save `directory` has redirected."""
         return path
 
 

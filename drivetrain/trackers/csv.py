@@ -206,7 +206,7 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size  # file offset of the last row
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows to the CSV file, or replace its last row with the first one.
+        """Append rows to the CSV file, optionally in place of its last row.
 
         If writing fails, for example on a full disk, the file is restored, so that the rows can be written again.
         """
