@@ -260,9 +260,7 @@ class MapReader:
             if check and not self._compared:
                 check_same_dataset(self._loader.dataset)
                 self._compared = True
-            close, first = self._open_with_private_state(
-                requests, infos, epoch, position, start, limit, follow=follow, check=check
-            )
+            close, first = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
             if first is not None and self._keep:
                 head = self._read_padding(first, requests, epoch)
         batches = iter(self._inner)
@@ -291,7 +289,7 @@ class MapReader:
         sizes: Sequence[int | None] = [batch_size_or_none(each) for each in found] if self.finds_rows else head.sizes
         return list(zip(found, sizes, strict=True))
 
-    def _open_with_private_state(
+    def _open_apart(
         self,
         requests: _Requests,
         infos: deque[BatchInfo],

@@ -111,9 +111,7 @@ class Watchdog:
         if not overdue:
             return None
         reports = self.report(ranks)
-        if self.limit is None and not any(
-            self._must_be_waiting(local, reports[ranks.index(local)]) for local in overdue
-        ):
+        if self.limit is None and not any(self._is_waiting(local, reports[ranks.index(local)]) for local in overdue):
             # Possibly a long computation or a read, so check again after the same time.
             for local in overdue:
                 self._watched[local].since = self._clock
@@ -155,7 +153,7 @@ class Watchdog:
             hung=True,
         )
 
-    def _must_be_waiting(self, local: int, report: RankReport) -> bool:
+    def _is_waiting(self, local: int, report: RankReport) -> bool:
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
         # On accelerators, CPU time does not count, and a forward or backward may still be computing.
