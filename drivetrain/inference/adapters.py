@@ -26,7 +26,7 @@ Bind = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 class _Part(NamedTuple):
-    """Position, dtype and shape of one inner tensor of a quantized weight in the flat buffer that FSDP shards."""
+    """Slice of the flat buffer that holds one inner tensor of a quantized weight."""
 
     start: int
     dtype: torch.dtype
@@ -116,8 +116,8 @@ class FrozenLinear(nn.Module):
         self._unbind()
 
     def _unbind(self) -> None:
-        """Free the memory of the layer's unpacked weight: replace its tensors by expanded one-element tensors."""
         empty = {
+            # Expanded tensors have the shape, but only the memory of one element.
             name: torch.empty(1, dtype=part.dtype, device=self._base_device).expand(part.shape)
             for name, part in self._parts.items()
         }
@@ -154,7 +154,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Empty tensor that tells peft the layer's device, on which peft creates its adapters."""
+        # Peft creates its adapters on the device of the weight.
         return torch.empty(0, dtype=torch.uint8, device=self.scaling.device)
 
 
@@ -362,7 +362,7 @@ class QLoRA:
         device_map: Any = None,
         **options: Any,
     ) -> nn.Module:
-        """Quantize and freeze a model in place, and add trainable LoRA adapters to its linear layers.
+        """Quantize and freeze a model in place, and add trainable LoRA adapters to it.
 
         All processes must call this method with the same arguments and the same random seed.
 

@@ -178,7 +178,6 @@ class AlignDevicesHook(ModelHook):
         return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
 
     def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the inputs of a forward on the execution device, or None if all of them are there already."""
         device: Any = self._device
         for value in (*args, *kwargs.values()) if kwargs else args:
             if (not isinstance(value, Tensor) or value.device != device) and value is not None:
@@ -560,7 +559,7 @@ _ON_CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Hook that moves a model from CPU memory to a device at its forward, and leaves it there afterwards.
+    """Hook that moves a model from the CPU to a device at its forward, to stay there.
 
     Args:
         execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.

@@ -45,7 +45,10 @@ def groups_of(
     num_blocks_per_group: int = 1,
     preload_module_classes: Collection[str] | None = None,
 ) -> list[Group]:
-    """Split a model's offloaded weights, whose ids are in `wanted`, into groups that are copied together."""
+    """Group a model's offloaded weights that are copied to the device together.
+
+    `wanted` contains the ids of the offloaded tensors.
+    """
     if kind not in KINDS:
         raise ConfigurationError(
             f"groups is {kind!r}, but must be one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
@@ -86,7 +89,6 @@ def _parent(name: str) -> str:
 
 
 def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield each module's name, the module, and whether it is in `whole`, in which case its submodules are skipped."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -145,13 +147,15 @@ class DeviceCopies:
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Replace the offloaded weights of group `number` by device copies, and start to copy the groups in `ahead`."""
+        """Put device copies in place of one group of offloaded weights.
+
+        Also starts to copy the groups in `ahead`.
+        """
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Start to copy the weights of the groups in `numbers`, and free copies of other groups that are not in use."""
         for number in self._arrived.keys() - self._used - set(numbers):
             if not self._stays[number]:
                 del self._arrived[number]
@@ -239,7 +243,10 @@ class DeviceCopies:
 
 
 class _Slot:
-    """One staging buffer of `_Ring`, in pinned host memory. Without a buffer, `staged` returns weights as given."""
+    """Pinned memory from which offloaded weights are copied to a device.
+
+    Without memory, `staged` returns the weight as given.
+    """
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self._memory, self._used = memory, 0
@@ -256,14 +263,17 @@ class _Slot:
 
 
 class _Ring:
-    """Ring of pinned staging buffers, each of which is reused once its last transfer has finished."""
+    """Pinned staging buffers that are used in turn to copy weights to a device."""
 
     def __init__(self, slots: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(slots)]
         self._next = 0
 
     def take(self, size: int) -> _Slot:
-        """Wait until the next pinned buffer is no longer in use, make it at least `size` bytes large, and return it."""
+        """Wait until the next pinned buffer is free, and return it.
+
+        It has at least `size` bytes.
+        """
         if not self._slots:
             return _Slot()
         before = self._slots[self._next]
@@ -282,7 +292,7 @@ class _Ring:
 
 
 class MappedPages:
-    """Control over which memory-mapped weights of a CPU model stay in memory, by read-ahead and eviction."""
+    """Read-ahead and eviction of the memory-mapped weights of a model on the CPU."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache
@@ -312,10 +322,10 @@ class MappedPages:
                     part.file.will_need(part.start, part.end)
 
     def leave(self, number: int) -> None:
-        """Evict the mapped weights of group `number` from memory, unless they fit the budget or were modified."""
         if self._stays[number]:
             return
         self._asked.discard(number)
+        # Eviction would lose in-place changes.
         if [*map(times_changed, self._rest[number])] != self._changes[number]:
             return
         for each in self._ranges[number]:

@@ -20,7 +20,7 @@ from drivetrain.inference.solver import (
     Problem,
     Share,
     balanced_shares,
-    refuse,
+    no_fit_error,
     solve,
 )
 from drivetrain.inference.streaming import MOST_AHEAD
@@ -344,7 +344,7 @@ def infer_auto_device_map(
         finer = attempt(offload_buffers, False, [])
         problem, placement = (problem, placement) if finer[1] is None else finer
     if placement is None:
-        raise refuse(problem, units_of_placement(model, []))
+        raise no_fit_error(problem, units_of_placement(model, []))
     _warn_of_unused(problem, placement)
     found = DeviceMap(_devices(problem, placement), problem, placement)
     if verbose:

@@ -113,7 +113,7 @@ class ModelHook:
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Return three flags: whether the hook must run before the forward, after it, and after an error in it.
+        """Return whether the hook runs before the forward, after it, and after an error.
 
         The first value may be a function that is registered with the module instead of `pre_forward`.
         """
@@ -121,7 +121,9 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Record that this hook was added to a module or removed, so that later changes of the hook reach the module.
+        """Record that this hook was added to a module or removed from it.
+
+        Later changes of the hook then reach the module.
 
         Args:
             module: The module.
@@ -147,7 +149,10 @@ def overrides(hook: ModelHook, method: str) -> bool:
 
 
 class _Link:
-    """Weak reference to a module that can be pickled, unlike `weakref.ref`. A deep copy refers to the copied module."""
+    """Weak reference to a module that can be pickled.
+
+    A deep copy refers to the copied module.
+    """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
@@ -389,7 +394,6 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Stand in for a module's `_apply`: raise `StreamedModelError` if `function` moves or casts tensors."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
             # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.

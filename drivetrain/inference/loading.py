@@ -219,7 +219,10 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load the tensors `names` of a model from a checkpoint, except from weights that were `used` already."""
+    """Load only some tensors of a model from a checkpoint.
+
+    Weights in `used` are skipped, because they are already loaded.
+    """
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
@@ -229,7 +232,7 @@ def load_some(
 
 @dataclass(eq=False)
 class _Item:
-    """Tensor of a model under all of its names, paired with the checkpoint weight to load into it."""
+    """One tensor of a model, and the checkpoint weight to load into it."""
 
     names: list[str]
     places: list[Place]
@@ -241,8 +244,8 @@ class _Item:
         return self.places[0].tensor
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Replace the model's tensor under all of its names, so that it stays shared. Return the new tensor."""
         made = like(self.old, tensor)
+        # Under all names, so that a tied tensor stays tied.
         for place in self.places:
             place.put(made)
         return made
@@ -294,7 +297,10 @@ class _Loading:
         return torch.float32 if keeps else self._dtype
 
     def compare(self, strict: bool, quiet: bool = False) -> None:
-        """Raise an error if the checkpoint does not match the model in shapes, dtypes or, if `strict`, names."""
+        """Raise `CheckpointError` if a checkpoint does not fit the model.
+
+        Names are compared only if `strict` is True.
+        """
         where, kind = self._weights.where, type(self._model).__name__
         wrong = []
         for item in self.items:

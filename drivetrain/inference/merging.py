@@ -111,7 +111,7 @@ def merge_adapters(
 def _blocks(
     base: Weights, name: str, dtype: torch.dtype, trained: Weights, adapter: Adapter | None
 ) -> Iterator[Tensor]:
-    """Yield a merged weight in blocks of rows: the base weight plus the product of its LoRA adapter, if it has one."""
+    """Merge a LoRA adapter into a base weight, and yield the result in blocks of rows."""
     weight = base[name]
     if weight.dim() == 0:
         yield weight.to(dtype)

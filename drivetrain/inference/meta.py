@@ -127,7 +127,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Callable that copies a tensor to a device. Further calls with the same tensor return the first copy."""
+    """Function that copies tensors to a device, and each tensor only once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -194,7 +194,7 @@ def matrices_of(model: nn.Module) -> list[str]:
 
 
 class Layer(nn.Module):
-    """Module without a forward, created for each prefix in the tensor names of safetensors files."""
+    """Container module for the tensors of one layer in safetensors files."""
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:

@@ -135,7 +135,10 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
-    """Return a file's path in a folder. Raise an error if its name (`../x`) or a symbolic link leads outside."""
+    """Return the path of a file in a folder. Raise an error if it leads outside.
+
+    The name may contain `..`, and a folder on the way may be a symbolic link.
+    """
     path = Path(folder, name)
     leads_out = "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name)
     if not leads_out and of_links:
@@ -346,7 +349,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write the weights that `read` returns to one safetensors file in an offload folder. Return it memory-mapped."""
+    """Write weights to a safetensors file in an offload folder, and memory-map it."""
     # Tensors at aligned offsets can be memory-mapped.
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})

@@ -245,7 +245,7 @@ def _lay_out(
 
 
 class _Loader:
-    """Callable that reads the weights of a pipeline stage from a checkpoint, if given, and moves them to a device."""
+    """Function that loads one pipeline stage's weights and moves them to a device."""
 
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device

@@ -67,7 +67,7 @@ def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: lis
 
 
 class _OneDeviceHooks:
-    """Hooks that let a module combine tensors of several devices in its own code, outside of its submodules."""
+    """Hooks that let a module's own code combine tensors of several devices."""
 
     def __init__(self) -> None:
         self._open: list[_OneDevice] = []
@@ -81,7 +81,7 @@ class _OneDeviceHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Exit the `_OneDevice` mode before a submodule's forward, because the mode slows down every operation."""
+        # Submodules do not need the mode, which slows down every operation.
         mode = self._open[-1] if self._open else None
         # The mode can only be exited if the forward has not entered another one inside it.
         if mode is not None and _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
@@ -182,7 +182,10 @@ class Placement:
 
 
 class PlacedHook(ModelHook):
-    """Hook in a dispatched module's `_hf_hook` attribute, from which peft and others read the module's device."""
+    """Hook that moves a module's inputs to its device.
+
+    Libraries such as peft read the device from the module's `_hf_hook`.
+    """
 
     stays = True  # peft adds hooks to single modules, which must not remove this one
 
@@ -222,7 +225,10 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Add hooks to a dispatched model that move inputs to the device of each module. Return a record to undo this."""
+    """Add hooks to a model that move the inputs of its modules to their devices.
+
+    Returns the record by which to undo this.
+    """
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
@@ -577,7 +583,7 @@ def _load_meta_tensors(
 def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
 ) -> dict[str, loading.Location]:
-    """Return each tensor's location. A shared buffer is on disk only if the device map puts all its uses there."""
+    # A shared buffer is on disk only if all its modules are.
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():

@@ -232,7 +232,10 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the parts of a model that each stay on one device, as a dict from name to position in the model."""
+    """Return the smallest parts of a model that a device map can place.
+
+    The dict maps their names to their positions in the model.
+    """
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 

@@ -24,7 +24,9 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Search for a packing. Return each item's bin index, or None if none is found within `most_steps`.
+        """Find a packing, and return the bin of each item.
+
+        Returns None if no packing is found within `most_steps`.
 
         Items are placed by decreasing size, or in the given order with `largest_first=False`.
         """
@@ -125,7 +127,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Memory that a model takes on one device under a device map, in bytes by purpose.
+    """Memory that a model takes on one device under a device map, in bytes.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -167,7 +169,10 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if device `place` runs the blocks stored on it. Otherwise they are copied to device `main`."""
+        """Return True if a device runs the blocks stored on it.
+
+        Blocks on other devices are copied to `main` to run there.
+        """
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
@@ -272,7 +277,7 @@ def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int,
 
 
 def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Spread blocks evenly: find the lowest memory cap per device under which all fit. Return each block's device."""
+    """Spread blocks evenly over devices, by the lowest memory cap that fits them all."""
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
     found = _complete(make(high).in_order())
     while found is not None and low < high:
@@ -359,7 +364,6 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return the amounts of memory to try to reserve for copies of offloaded blocks, in bytes and ascending."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes
@@ -379,7 +383,10 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Place the blocks so that `main` has `reserve` bytes free for copies of offloaded blocks, or return None."""
+    """Place blocks so that one device has room left for copies of offloaded blocks.
+
+    Returns None if they do not fit.
+    """
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     # Blocks above the reserve cannot be offloaded, so they are placed first.
@@ -449,8 +456,8 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
     return placement
 
 
-def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """Return the error to raise if no placement fits. Its message tells how many bytes are missing, and where."""
+def no_fit_error(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
+    """Return the error for a model that does not fit into its memory limits."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)

@@ -164,7 +164,9 @@ class WeightStream:
         ]
 
     def enter(self, number: int) -> None:
-        """Load the weights of a group before one of its modules runs, and start to load the groups that follow.
+        """Load a group of offloaded weights before one of its modules runs.
+
+        Also starts to load the groups that follow.
 
         Args:
             number: Index of the group.

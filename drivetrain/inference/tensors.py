@@ -220,7 +220,10 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """Return a dict from each tied parameter's address to an empty dict, to be filled with copies by device."""
+    """Map the memory address of each tied parameter to an empty dict.
+
+    The dicts are filled later with the parameter's copies by device.
+    """
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
@@ -248,7 +251,10 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
 def _on(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
-    """Return a tensor or parameter on another device, with its class and attributes, and optionally a new value."""
+    """Copy a tensor to a device, with its class and attributes.
+
+    The copy has the given `value`, unless this is None.
+    """
     kind: Any = type(old)
     if _moves_itself(old) and device.type != "meta":
         # Parameter classes of other packages that quantize their value when they are moved.

@@ -96,7 +96,7 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Make a quantized layer differentiable in evaluation mode, by undoing optimizations for inference only.
+        """Make a quantized layer differentiable again after it was optimized for inference.
 
         Args:
             layer: The layer.
@@ -114,7 +114,7 @@ class Quantizer(ABC):
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Replace the inner tensors of a quantized weight, for example by those that FSDP has gathered.
+        """Put new inner tensors, such as gathered ones, into a layer's quantized weight.
 
         Args:
             layer: The layer.
@@ -131,7 +131,7 @@ class Quantizer(ABC):
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a linear layer's weight in blocks of rows on a device, each with its slice of rows, to save memory.
+    """Yield a linear layer's weight on a device in blocks of rows.
 
     Quantizing needs several times the memory of its input, so small blocks save memory.
     """
@@ -170,7 +170,7 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a quantized tensor of the given shape from its inner tensors, with the class and options of `like`."""
+    """Build a quantized tensor like another one from new inner tensors."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]

@@ -105,7 +105,7 @@ class BitsAndBytes(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def _keep_scales(self, made: Any) -> None:
-        """Work around a bitsandbytes kernel for AVX-512 CPUs, which fails on some shapes and rounds the scales.
+        """Protect a 4-bit layer from a bitsandbytes kernel that rounds its scales.
 
         On CPUs with AVX-512 BF16, the first forward in evaluation packs the layer for another kernel. That kernel
         rounds the scales to bfloat16, and fails if rows or columns are not full blocks (bitsandbytes 0.50.2).
@@ -262,7 +262,10 @@ class BnbQuantizationConfig:
 
 
 def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator[tuple[int, Tensor]]:
-    """Regroup pieces of a weight into flat runs of whole blocks of `size` values. Yield the start and the values."""
+    """Regroup pieces of a weight into flat tensors of whole quantization blocks.
+
+    Yields each tensor with its start index in the weight.
+    """
     start, left = 0, None
     for _, piece in pieces:
         flat = piece.reshape(-1) if left is None else torch.cat([left, piece.reshape(-1)])
