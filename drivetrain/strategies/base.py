@@ -79,7 +79,9 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Adapt optimizers to a model that was moved: move their state, and raise if they hold replaced parameters.
+    """Adapt optimizers after their model was moved to its device.
+
+    Moves their state, and raises an error if they hold replaced parameters.
 
     `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
     that its optimizer would not train the model.
@@ -197,7 +199,7 @@ class Topology:
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """This process's index among the ranks whose logged values count, and the number of those ranks.
+        """Index of this process among the ranks whose logged values count, and their number.
 
         Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
         the index of its data shard.
@@ -208,7 +210,9 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Select the values to count from a list with one per rank. Ranks with the same data count only once.
+        """Return the entries to count from a list with one entry per rank.
+
+        Ranks with the same data count only once.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
@@ -222,7 +226,7 @@ class Topology:
         return total
 
     def share(self, result: Any) -> Any:
-        """Send a result from the pipeline stage that computes the loss to all stages, which return it.
+        """Send a step's result from the last pipeline stage to all stages.
 
         Tensors on the device stay there, and no host waits for its device.
         """
@@ -320,7 +324,7 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if gradients are held outside of `.grad`, as by FSDP before their reduction."""
+        """Return True if a model has gradients outside of `.grad`, as under FSDP."""
         return False
 
     def discard(self, model: nn.Module) -> None:
@@ -384,7 +388,9 @@ def scale_tensors(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average gradients over all processes. A missing gradient counts as zero. All processes must call this.
+    """Average the gradients of parameters over all processes. A collective call.
+
+    A gradient that is missing on some processes counts as zero there.
 
     A parameter without a gradient on every process is left without one.
     """
@@ -458,7 +464,10 @@ def record_names(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Return the names of the model's parameters by `id`, and those of held parameters that it has replaced."""
+    """Map parameters, by `id`, to their names in the model.
+
+    A replaced parameter that the optimizer still holds keeps its first name.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     used = {names[each] for each in held if each in names}
@@ -540,7 +549,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise a `CheckpointError` if an optimizer's parameter groups differ from those in the checkpoint."""
+    """Raise `CheckpointError` if parameter groups differ from those in a checkpoint."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -650,7 +659,7 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Describe a parameter: its number of elements without sharding, and whether any process trains it."""
+        """Return a parameter's unsharded size, and whether any process trains it."""
         return parameter.numel(), parameter.requires_grad
 
 
@@ -661,7 +670,7 @@ def original_type(module: nn.Module) -> type[nn.Module]:
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """Replace a state dict's buffers, such as running means, with rank 0's values. All processes must call this.
+    """Replace the buffers in a state dict by those of rank 0. A collective call.
 
     Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint would otherwise mix the
     buffers of several ranks.
@@ -679,7 +688,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """Value given for a setting, and the argument that gave it, so that error messages can name both."""
+    """Value of a setting, and the argument that set it, for error messages."""
 
     argument: str  # such as "Trainer(gradient_clip_val)"
     value: Any
@@ -745,7 +754,7 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that moves a batch to the devices. It may call `place`, the default function."""
+        """Return the function that moves batches, which may call the default `place`."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -866,7 +875,9 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage. For evaluation, this may be the model without DDP's wrapper.
+        """Return the module that a loop calls for training or evaluation.
+
+        For evaluation, this may be the model without DDP's wrapper.
 
         Called on all processes when the stage begins.
 
@@ -1043,7 +1054,9 @@ class ReducingWrapper(nn.Module):
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise an error if the last backward pass missed parameters for whose gradients other processes wait.
+        """Raise an error if the last backward pass did not reduce all gradients.
+
+        Other processes would wait for the missing ones.
 
         No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """

@@ -221,7 +221,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return the strategy if it starts processes in each call such as `Trainer.fit`, else None.
+    """Return a strategy that starts processes for each call of the trainer, or None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.

@@ -38,7 +38,7 @@ class StepModule(nn.Module):
         self.register_parameter("presence", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the first argument if it is a function, such as a training step. Otherwise, call the model."""
+        """Run the step given as the first argument, or else call the model."""
         is_step = args and callable(args[0]) and not isinstance(args[0], nn.Module)
         output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
         if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):

@@ -138,7 +138,7 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
 
 
 def classes_of(model: nn.Module) -> str:
-    """Return a sentence that lists the classes of a model's submodules, for errors about a wrong class name."""
+    """List the classes of a model's submodules for an error message."""
     counts = Counter(type(module).__name__ for module in model.modules() if module is not model)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20))
     return f"It has: {listed or 'no modules inside'}."
@@ -167,7 +167,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Map each parameter's `id` to the innermost FSDP units that own it. A tied parameter may have several."""
+    """Map each parameter's `id` to the innermost FSDP units that contain it."""
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain import ConfigurationError, DeepSpeed, DummyOptim, DummyScheduler
 from drivetrain.strategies.deepspeed import build_ops, ops
-from drivetrain.strategies.deepspeed.config import Known, complete, standing_in_for
+from drivetrain.strategies.deepspeed.config import Known, complete, dummy_scheduler_of
 from drivetrain.strategies.precision import resolve_precision
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def completed(config, *, precision="32", optimizer=None, world_size=2, model=Non
         resolve_precision(precision),
         {key: (f"Trainer({key})", value) for key, value in arguments.items()},
         optimizer,
-        None if optimizer is None else standing_in_for(optimizer),
+        None if optimizer is None else dummy_scheduler_of(optimizer),
         model,
     )
     return complete(config, known)
@@ -197,7 +197,7 @@ def test_a_scheduler_of_the_configuration_is_filled_from_its_stand_in():
     optimizer = DummyOptim(parameters(), lr=0.02)
     scheduler = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=10)
     config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR", "params": params}}
-    assert scheduler is standing_in_for(optimizer)
+    assert scheduler is dummy_scheduler_of(optimizer)
     assert completed(config, optimizer=optimizer)["scheduler"]["params"] == {
         "total_num_steps": 100,
         "warmup_num_steps": 10,

@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """DDP gradient bucket with tensors reshaped as torch's PowerSGD hook requires them."""
+    """Gradient bucket of DDP with tensors reshaped for torch's PowerSGD hook."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -369,7 +369,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises if processes pass different texts, such as lists of trained parameters."""
+    """Return a function that raises if processes call it with different texts."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())

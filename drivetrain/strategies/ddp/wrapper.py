@@ -54,7 +54,6 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Time DDP's search for unused parameters, which `forward_ended(output)` runs. Return its result."""
         start = perf_counter()
         handled = forward_ended(output)
         self._searches.append(perf_counter() - start)
@@ -62,7 +61,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Note which parameters a step used. Return True once enough steps have been observed."""
+        """Record which parameters DDP found used in a step. Return True after enough steps."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -99,7 +98,7 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Tell the user if `find_unused_parameters=True` was unnecessary in the first steps, and its cost."""
+        """Warn if `find_unused_parameters=True` was unnecessary in the first steps."""
         never = self.never_used()
         if never is None:
             return
@@ -171,7 +170,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
-        """Rebuild DDP's gradient reducer if `requires_grad` of parameters changed. False if all are frozen.
+        """Rebuild DDP's gradient reducer after parameters were frozen or unfrozen.
+
+        Returns False if all are frozen.
 
         With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
         """
@@ -210,7 +211,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Observe in the first steps whether `find_unused_parameters` is necessary. If not, turn it off or warn."""
+        """Observe in the first steps whether DDP must search for unused parameters.
+
+        If it need not, turn the search off (with `ends`) or log a warning.
+        """
         # Created again for each reducer, since it reads the reducer's usage counts.
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
@@ -222,7 +226,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Call `register(self)` to register a communication hook, now and whenever DDP is rebuilt.
+        """Register a communication hook now, and again whenever DDP is rebuilt.
 
         A new hook state is created each time, because the state may depend on the buckets.
         """
@@ -254,7 +258,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """End DDP's search for unused parameters, and exclude the ones at the indices `never` from DDP.
+        """Turn off DDP's search, and exclude the parameters that no step used.
 
         An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
         gradient would not be averaged.
@@ -367,7 +371,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """Return the parameters that this module covers: those DDP reduces, and those set to be ignored."""
+        """Return the parameters that DDP reduces or was told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
@@ -446,7 +450,10 @@ class DriftCheck:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which processes are not compared, for loops whose numbers of steps differ."""
+        """Context manager that turns off the comparison of processes.
+
+        Used for loops whose numbers of steps differ between processes.
+        """
         every, self.every = self.every, 0
         try:
             yield
@@ -478,7 +485,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Places of an optimizer's parameters: the DDP modules that hold them, and the parameters outside of all modules.
+    """Record of which DDP modules hold an optimizer's parameters.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -515,7 +522,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Find the DDP modules that hold an optimizer's parameters, and parameters outside of all of them.
+        """Find the DDP modules that hold an optimizer's parameters.
 
         The result is cached until the optimizer's parameters or a module's reducer change.
         """
@@ -539,7 +546,7 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average gradients of parameters outside (beside) all DDP modules, such as layers added later.
+        """Average the gradients of parameters that no DDP module reduces.
 
         All processes must call this.
         """
@@ -549,7 +556,10 @@ class Copies:
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Return True if processes must compare parameters and gradients now."""
+        """Return True if processes must compare parameters in this optimizer step.
+
+        The step is counted.
+        """
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, which LocalSGD uses, copies differ on purpose.
@@ -586,7 +596,6 @@ class Copies:
             self._check.compare(named, gradients=False)
 
     def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap the closure of one step so that its first call also compares gradients between processes."""
         waits = [True]
 
         def run() -> Any:
@@ -600,7 +609,9 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return two numbers per tensor as its fingerprint: the norm and a scaled sum. Processes compare these.
+    """Return a fingerprint of each tensor, by which processes compare their copies.
+
+    It consists of the norm and a scaled sum.
 
     Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
     (Cauchy-Schwarz).

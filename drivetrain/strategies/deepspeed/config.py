@@ -198,7 +198,7 @@ class DummyScheduler:
         _STANDING_IN[optimizer] = self
 
     def attach(self, scheduler: Any) -> None:
-        """Connect the placeholder to the engine's scheduler, whose learning rates and state it then reports."""
+        """Report learning rates and state of the engine's scheduler from now on."""
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -221,8 +221,8 @@ class DummyScheduler:
             self.scheduler.load_state_dict(state)
 
 
-def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
-    """Return the `DummyScheduler` that stands in for an optimizer's scheduler, or None if none was created."""
+def dummy_scheduler_of(optimizer: Optimizer) -> DummyScheduler | None:
+    """Return the `DummyScheduler` that was created for an optimizer, or None."""
     return _STANDING_IN.get(optimizer)
 
 
@@ -381,7 +381,10 @@ def complete(config: Config, known: Known) -> Config:
 
 
 def _leave_out_disabled(config: Config) -> None:
-    """Remove what is switched off. DeepSpeed rejects removed features, and `"auto"` in a section, even if disabled."""
+    """Remove disabled features from a DeepSpeed configuration.
+
+    DeepSpeed rejects removed features, and `"auto"` in a section, even if disabled.
+    """
     for key, value in list(config.items()):
         if isinstance(value, dict) and value.get("enabled") is False:
             if key in ("bf16", "fp16"):
@@ -393,7 +396,7 @@ def _leave_out_disabled(config: Config) -> None:
 
 
 def _keep_optimizer(config: Config, optimizer: Optimizer) -> None:
-    """Allow the user's optimizer with offloaded state, by setting `zero_force_ds_cpu_optimizer` to False."""
+    """Let DeepSpeed use the user's optimizer although its state is offloaded."""
     config["zero_force_ds_cpu_optimizer"] = False
     kind = type(optimizer)
     offloads = _device(config["zero_optimization"].get("offload_optimizer")) != "none"
@@ -412,7 +415,6 @@ def stage_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _whole(value: Any) -> Any:
-    """Convert a string such as "2" to an int. Other values are returned unchanged."""
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
@@ -537,7 +539,6 @@ def _fill_zero(zero: Config, known: Known) -> None:
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """Return the hidden size of a Hugging Face model from its configuration, or None for other models."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])
@@ -705,7 +706,7 @@ def explain_rejection(config: Config) -> Iterator[None]:
 
 
 def _rejected_key(config: Config) -> str | None:
-    """Return the key without which DeepSpeed can read a configuration, or None if it reads all keys."""
+    """Find the key that makes DeepSpeed reject a configuration, or return None."""
     from deepspeed import DeepSpeedConfig
 
     def is_read(given: Config) -> bool:
@@ -728,7 +729,7 @@ def _rejected_key(config: Config) -> str | None:
 
 
 def _keys_in(words: str, config: Any, path: str = "") -> list[str]:
-    """Return the keys of a configuration whose name or text a message contains."""
+    """Find the configuration keys that an error message of DeepSpeed mentions."""
     found = []
     for key, value in config.items():
         here = f"{path}.{key}" if path else str(key)
@@ -749,7 +750,7 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set an option of a DeepSpeed configuration. Raise `ConfigurationError` if it has another value.
+    """Set a DeepSpeed option. Raise an error if the configuration has another value.
 
     Does nothing if `value` is None.
     """

@@ -30,7 +30,7 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of which parameters received a gradient since the last step of a model's DeepSpeed engine.
+    """Record of which parameters had a gradient since the last DeepSpeed step.
 
     A step must leave the other parameters unchanged, as in plain PyTorch.
 
@@ -91,7 +91,7 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Warn about named parameters that missed earlier steps and share a step count, which is wrong for them.
+        """Warn about parameters that have a gradient again after steps without one.
 
         Raise `ConfigurationError` if one of them was frozen during those steps.
         """
@@ -186,7 +186,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return the model's trained parameters that are in a list of tensors, or inside its flat ZeRO tensors."""
+        """Return the model's parameters among given tensors, also inside flat ZeRO tensors."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -287,7 +287,9 @@ class Engines:
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models with a forward pass since the last backward, whose engines must join the next one.
+        """Return the models that ran since the last backward pass.
+
+        Their DeepSpeed engines must join the next one.
 
         They are in the order of their forward passes. If there are none, return only the model that was prepared last.
         The record of forward passes is cleared.
@@ -320,8 +322,8 @@ class EngineOptimizer(OptimizerProxy):
         """Parameter groups of the engine's optimizer, which list the model's parameters instead of flat tensors."""
         names = self.trained.groups
         parameters = self.trained.parameters
-        return _Settled(
-            _Group(group, _Settled(parameters[name] for name in own))
+        return _FixedList(
+            _Group(group, _FixedList(parameters[name] for name in own))
             for own, group in zip(names, self.optimizer.param_groups, strict=False)
         )
 
@@ -366,8 +368,11 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
     )
 
 
-class _Settled(list[Any]):
-    """List that raises an error when changed, for parameter groups: DeepSpeed would ignore the change."""
+class _FixedList(list[Any]):
+    """List of parameter groups that raises an error when changed.
+
+    DeepSpeed would ignore the change.
+    """
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -378,7 +383,7 @@ class _Settled(list[Any]):
 
 
 class _Group(dict[str, Any]):
-    """Parameter group whose changes of options, such as `lr`, are copied to the optimizer in the DeepSpeed engine."""
+    """Parameter group that passes changes of its options to DeepSpeed's optimizer."""
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__(inner, params=parameters)
@@ -421,7 +426,6 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
 
 
 def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of parameters down so that their total norm, given as `norm`, is at most `max_norm`."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(trained, parameters, coefficient)
 
@@ -514,14 +518,14 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Multiply an engine's gradients by the postponed factor `pending_scale`, if their accumulation is complete."""
+    """Apply a postponed scaling of gradients once their accumulation is complete."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which a backward pass adds to the engine's gradients instead of overwriting them.
+    """Return a context in which a backward pass adds to DeepSpeed's gradients.
 
     It is needed for a second backward pass before a step with DeepSpeed's stages 1 and 2. Raise `ConfigurationError`
     if gradients are offloaded.

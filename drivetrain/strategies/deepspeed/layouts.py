@@ -47,7 +47,7 @@ class Layout(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which loss scaling has multiplied the engine's stored gradients. It is 1.0 without loss scaling."""
+        """Factor by which the engine's stored gradients are multiplied, usually 1.0."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
@@ -58,7 +58,10 @@ class Layout(ABC):
         """
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Write changed gradients back to the engine. Needed if the method `gradients` has returned copies."""
+        """Write changed gradients back to the DeepSpeed engine.
+
+        Needed if the method `gradients` has returned copies.
+        """
 
     @abstractmethod
     def discard(self) -> None:
@@ -74,13 +77,13 @@ class Layout(ABC):
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """Yield each tensor that the optimizer steps on this process, and the list of parameters that it stores.
+        """Yield each tensor that DeepSpeed's optimizer steps, and the parameters in it.
 
         At ZeRO stages 1 to 3, such a tensor is flat and contains parts of many parameters.
         """
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """Return this process's part of a parameter, of its master weight and of its state, as a dict of views.
+        """Return this process's views of a parameter, its master weight and its state.
 
         The keys are `""` for the parameter, None for the master weight, and the names of the state tensors. The dict is
         empty if no views exist, for example with state on NVMe.
@@ -89,7 +92,7 @@ class Layout(ABC):
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Context manager that keeps an optimizer step in its body from changing the given parameters and their state.
+        """Context manager in which an optimizer step leaves the given parameters unchanged.
 
         Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
         weight decay would change them.
@@ -104,10 +107,10 @@ class Layout(ABC):
                     part.zero_()  # created by this step
 
     def finish_window(self) -> None:
-        """Hand offloaded gradients to DeepSpeed's optimizer, after the last backward pass before a step."""
+        """Pass offloaded gradients to DeepSpeed's optimizer before a step."""
 
     def finish_step(self) -> None:
-        """Zero the gradient buffers that DeepSpeed keeps after a step and would add to the next step's gradients."""
+        """Zero the gradient buffers that DeepSpeed keeps after a step."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
         """Return True if a parameter's update depends on a step count that other parameters share, as in Adam."""
@@ -122,9 +125,9 @@ class Layout(ABC):
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Return the optimizer state of each parameter, by its `id`: names of tensors, and values such as step counts.
+        """Describe each parameter's optimizer state, as a dict by the parameter's `id`.
 
-        The tensors must be gathered by name. The values are a dict that each process has.
+        The values are the names of its tensors, which must be gathered, and a dict of the rest, such as step counts.
         """
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
@@ -312,7 +315,6 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """Return the slice of a parameter's master weight or state `key` on this process, or None if there is none."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None

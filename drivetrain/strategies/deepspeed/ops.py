@@ -177,15 +177,15 @@ def build(name: str, kind: str) -> None:
 
 
 class _Adagrad(Optimizer):
-    """Temporary class of an Adagrad optimizer, which keeps DeepSpeed from recognizing and replacing the optimizer."""
+    """Class that hides an Adagrad optimizer from DeepSpeed, which would replace it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise NotImplementedError
 
 
 @contextmanager
-def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Keep DeepSpeed from replacing an Adagrad optimizer, by hiding the optimizer's class within the context.
+def keep_adagrad(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager that keeps DeepSpeed from replacing an Adagrad optimizer.
 
     DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
     schedules would then have no effect, and a second group would break the engine.

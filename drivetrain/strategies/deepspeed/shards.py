@@ -160,7 +160,7 @@ class DeepSpeedShards:
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter, cut from one flat tensor per parameter group."""
+    """Cut the parameters out of the flat tensor of each parameter group, by name."""
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
@@ -171,7 +171,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and full tensor of each parameter of ZeRO stage 3, joined from one flat tensor per rank."""
+    """Join the parameters of ZeRO stage 3 from the flat tensors of all ranks, by name."""
     start = 0
     for group in shapes:
         for name, shape in group.items():

@@ -33,8 +33,8 @@ from drivetrain.strategies.deepspeed.config import (
     arguments_from,
     build_config,
     check_zero_options,
+    dummy_scheduler_of,
     require_deepspeed,
-    standing_in_for,
     uses_nvme,
 )
 from drivetrain.strategies.deepspeed.engine import (
@@ -218,7 +218,7 @@ class DeepSpeed(Configured):
             precision=None if self._run is None else self._run.precision,
             given=given,
             optimizer=optimizer,
-            scheduler=None if optimizer is None else standing_in_for(optimizer),
+            scheduler=None if optimizer is None else dummy_scheduler_of(optimizer),
             model=model,
         )
 
@@ -304,7 +304,7 @@ class DeepSpeed(Configured):
         if isinstance(optimizer, DummyOptim):
             # A scheduler over the placeholder must change the learning rates of the real optimizer.
             optimizer.param_groups = trained.layout.inner.param_groups
-        dummy = standing_in_for(optimizer)
+        dummy = dummy_scheduler_of(optimizer)
         if dummy is not None:
             dummy.attach(scheduler)
         engine.register_forward_hook(lambda *_: self._engines.record_forward(trained))
@@ -323,7 +323,7 @@ class DeepSpeed(Configured):
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
-        with configuration.explain_rejection(completed), ops.kept(optimizer):
+        with configuration.explain_rejection(completed), ops.keep_adagrad(optimizer):
             engine, _, _, scheduler = self._package().initialize(
                 model=model, config=completed, dist_init_required=False, **arguments
             )

@@ -177,7 +177,9 @@ class ZeroState(ModelState):
         return getattr(parameter, "ds_numel", elements), trained
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Gather a model's state dict of full tensors. Each is stored on one rank, or all on rank 0 if `full` is set.
+        """Gather the full tensors of a model's state dict from all processes.
+
+        Each is stored on one rank, or all on rank 0 if `full` is set.
 
         Unless `full` is set, float32 master weights replace low-precision weights, and each tensor gathered from all
         processes is a meta tensor on all processes but one. No process then holds the whole state.

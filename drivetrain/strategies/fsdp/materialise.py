@@ -47,7 +47,7 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Move the parameter values of a model into a dict before FSDP shards the model, and return the dict.
+    """Take a model's parameter values out before FSDP shards the model.
 
     Keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on the
     CPU.
@@ -119,7 +119,10 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize a sharded model module by module: rank 0 draws the values, and each process keeps its shards."""
+        """Initialize a sharded model with values that rank 0 draws.
+
+        Done module by module, to save memory. Each process keeps its shards.
+        """
         check_initialisable(model)
         # The values are drawn with the random state in which the model was built.
         after = torch.get_rng_state()
@@ -174,7 +177,7 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return newly drawn initial values of a module's own parameters, by name. The module is not changed."""
+    """Draw new initial values of a module's own parameters. The module is unchanged."""
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -224,7 +227,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
 
 
 def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return a model's distinct parameters and buffers, each with all its names, as tied parameters have several."""
+    """Return each distinct tensor of a model together with all its names."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

@@ -116,7 +116,6 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Register hooks that average the gradients of the parameters over processes in every backward pass."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # torch computes no gradients for integers
@@ -202,7 +201,7 @@ class ModelSharder:
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """Return the model if an earlier call has sharded it, so that it can be reused. None if unsharded.
+        """Return a model that an earlier call has sharded, or None if it is unsharded.
 
         Raise a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
         """
@@ -300,7 +299,7 @@ class ModelSharder:
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to shard as roots: the model, or its children if a task runs backward itself.
+        """Return the modules to shard as roots, usually only the model itself.
 
         A task that runs backward itself calls its children directly, without the model's forward.
         """
@@ -389,7 +388,9 @@ class ModelSharder:
     # Parameter values
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Take the model's values out before sharding, to send rank 0's later. None if all ranks have values.
+        """Take out a model's values before sharding, if some ranks have none.
+
+        Returns None if all ranks have values.
 
         If every process has built the model, rank 0's values are used, as in DDP.
         """
@@ -434,7 +435,6 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """From now on, average gradients of the `replicated` (unsharded) parameters in each backward pass."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)

@@ -55,7 +55,6 @@ class BlockForward:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
     def again_for(self, block: nn.Module) -> None:
-        """Replace the `forward` of a copied block by one with the same checkpointing and compile options."""
         block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
 
 
@@ -104,7 +103,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Module and name of a registered parameter, by which to find the parameter that sharding puts there."""
+    """Attribute of a module that held a parameter before sharding."""
 
     module: nn.Module
     name: str
@@ -146,7 +145,10 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """List every module attribute that holds a parameter. A tied parameter is listed once per attribute."""
+    """List the module attributes that hold a model's parameters.
+
+    A tied parameter is listed once per attribute.
+    """
     return [
         Slot(module, name, parameter)
         for module in model.modules()
@@ -156,7 +158,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """Map the `id` of each parameter that sharding has replaced to the parameter now registered instead."""
+    """Map the `id` of each old parameter to the one that sharding put in its place."""
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -166,7 +168,9 @@ def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
 
 
 def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
-    """Make an optimizer step the shards that replaced its parameters, and shard its state in the same way.
+    """Make an optimizer step the sharded parameters in place of the old ones.
+
+    Its state is sharded in the same way.
 
     `now` maps the `id` of a replaced parameter to its shard. The optimizer and its groups stay the same objects,
     because learning rate schedulers hold them.
@@ -205,7 +209,7 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
 
 
 class ReplacedParameters:
-    """Parameters that sharding has replaced, to detect optimizers that still step these old ones.
+    """Registry of old parameters, to find optimizers that still step them after sharding.
 
     Parameters are held by reference, because Python may reuse the `id` of a freed one.
     """
@@ -215,7 +219,7 @@ class ReplacedParameters:
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """Make optimizers follow the sharding of a model: they step its new parameters from now on."""
+        """Make optimizers step the new parameters of a model that was sharded."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -223,7 +227,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise at an optimizer's first step if it still holds parameters that sharding has replaced."""
+        """Raise an error if an optimizer still holds parameters from before sharding."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -268,7 +272,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return these `fully_shard` arguments adapted to the outermost module of a model.
+        """Return the sharding arguments for a model's outermost module.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -279,7 +283,7 @@ class UnitSharding:
 
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
-    """Call `fully_shard` for one module with the given options. Modules inside that are sharded stay as they are."""
+    """Shard one module by `fully_shard`, without its parts that are sharded already."""
     mesh = unit_sharding.mesh
     kind = get_device_kind(mesh.device_type)
     if kind.name != "cpu" and replaces_parameters(torch.device(kind.name)):
@@ -313,7 +317,7 @@ def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
 
 
 def remember_units(model: nn.Module) -> None:
-    """Store the list of a model's sharded modules on the model, so that each step need not search for them."""
+    # So that each step need not search for them.
     model.__dict__[_UNITS] = tuple(sharded_units(model))
 
 
@@ -351,7 +355,7 @@ def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
 
 
 def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook that frees gathered parameters of the outermost module if no backward pass will follow.
+    """Forward hook that frees gathered parameters if no backward pass will follow.
 
     Code that changes parameters which are still gathered would lose its changes.
     """
@@ -375,7 +379,7 @@ def _records_of(unit: Any) -> list[Any]:
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Set this process's shard of a parameter to `local`. `one` is FSDP's internal `FSDPParam` object."""
+    """Replace this process's shard of a parameter in FSDP's `FSDPParam` object."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -421,7 +425,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the full parameters that FSDP has gathered for the given shards, for `backward(inputs=...)`."""
+    """Return the gathered parameters for given shards, as `backward(inputs=...)` needs."""
     gathered = {
         id(one.sharded_param): one._unsharded_param
         for model in models
@@ -433,7 +437,7 @@ def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -
 
 
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the full gradients that FSDP has accumulated, but not reduced yet, as within `no_sync`."""
+    """Yield the full gradients that FSDP has accumulated but not reduced yet."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.unsharded_accumulated_grad is not None:
@@ -509,7 +513,7 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """The `__deepcopy__` of a model that FSDP has sharded inside of a wrapper. Its copies are sharded too."""
+    """`__deepcopy__` of a module that FSDP has sharded inside of a wrapper."""
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer
@@ -548,7 +552,10 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Set how many of the next modules FSDP gathers in advance in forward and in backward. 0 keeps its default."""
+    """Set how many modules FSDP gathers ahead in forward and backward.
+
+    With 0, FSDP's default is kept.
+    """
     for index, unit in enumerate(units):
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))

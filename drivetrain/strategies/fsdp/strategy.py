@@ -75,14 +75,13 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
 
 @torch.no_grad()
 def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their total norm is at most `max_norm`. `total` is their current norm."""
     if not gradients or math.isinf(max_norm):
         return
     scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return the mesh dimensions over which a gradient is sharded, and this process's part of the gradient.
+    """Return how a gradient is sharded, and this process's part of it.
 
     The first value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     """
@@ -97,7 +96,10 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over gradients that are sharded alike, or their maximum for infinite p."""
+    """Return the sum of |g|^p over gradients that are sharded alike.
+
+    For infinite p, return their maximum.
+    """
     held = [each for each in locals_ if each.numel()]
     device = locals_[0].device
     # Every process must choose the same dtype for the all-reduce, even without elements of its own.
@@ -193,11 +195,11 @@ def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | No
 
 
 class Placer(Protocol):
-    """Protocol of the object that prepares models for an FSDP strategy: it shards them or only moves them."""
+    """Protocol of the object that shards or moves models for an FSDP strategy."""
 
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Hooks that average the gradients of parameters that FSDP does not shard, as a dict by model."""
+        """Averaging hooks for the parameters that FSDP does not shard, by model."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Return a context manager in which to construct a model, for example without parameter values."""
@@ -326,7 +328,7 @@ class FSDP(Strategy):
         state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Assemble the strategy from this process's topology and `placer`, the object that shards models.
+        """Set this process's topology and the object that shards models.
 
         Args:
             topology: The position of this process in the run.

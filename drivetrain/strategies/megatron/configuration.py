@@ -97,7 +97,7 @@ class MegatronOptions:
 
     @property
     def asked(self) -> str:
-        """Parallel sizes above 1 as text for error messages, such as `"tensor_parallel=2 x pipeline_parallel=4"`."""
+        """Parallel sizes above 1, as text for error messages."""
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
         return " x ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1) or "Megatron()"
 

@@ -44,7 +44,10 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Return views that cover `like`, a tensor of the local shape, each with its position in the full tensor."""
+        """Split a local tensor into views, each with its position in the full tensor.
+
+        `like` has the local shape.
+        """
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
@@ -94,7 +97,7 @@ class Layout:
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """Choose the rank that stores a full tensor. Successive tensors go to different `ranks`, to share memory."""
+        """Choose the rank that stores a full tensor, so that ranks take turns."""
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -103,7 +106,9 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Gather full tensors by name, each to the CPU of one rank. Other ranks get meta tensors. A collective call.
+        """Gather full tensors by name, each on the CPU of one rank.
+
+        Other ranks get meta tensors. A collective call.
 
         `holder` chooses the rank that stores a tensor, from its name and the ranks with parts of it. Default:
         `rotating`.
@@ -166,7 +171,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
 
 
 def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
-    """Return a local tensor's name in the full model, in which layers are numbered over all pipeline stages.
+    """Return the name that a tensor of this pipeline stage has in the full model.
 
     A weight that is tied to the embedding gets the embedding's name.
     """

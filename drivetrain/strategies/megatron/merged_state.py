@@ -208,7 +208,7 @@ _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Save model, optimizer and random state to a directory in megatron-core's own format. A collective call."""
+    """Save a Megatron checkpoint in megatron-core's own format. A collective call."""
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
@@ -222,7 +222,10 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Load a checkpoint in megatron-core's own format, written with any parallel sizes. A collective call."""
+    """Load a checkpoint in megatron-core's own format. A collective call.
+
+    It may be written with other parallel sizes.
+    """
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):

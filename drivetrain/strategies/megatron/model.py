@@ -160,7 +160,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Raised to leave a task's step early with the output of a model chunk that computes no loss."""
+    """Raised to leave a task's step after a model chunk that computes no loss."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the step of a stage without the loss")
@@ -168,13 +168,15 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """Holder of the model chunk that a task's step must run now, if the process has several chunks."""
+    """Model chunk of this process that a task's step must run now."""
 
     chunk: nn.Module | None = None
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run a task's `forward_step` on a batch with the current model chunk. Return the output and the loss function.
+        """Run a task's `forward_step` on the current model chunk.
+
+        Returns the output and the loss function.
 
         Raise `StageEnded` if the chunk does not compute the loss.
         """
@@ -189,7 +191,10 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step on a model chunk. Return `(result, None)` for the last chunk, else `(None, output)`."""
+        """Run a task's step on one model chunk.
+
+        Returns `(result, None)` for the last chunk, and `(None, output)` for others.
+        """
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -233,7 +238,7 @@ class Schedule:
         outputs: list[Output | None] = [None] * len(microbatches)
         padded = [
             *enumerate(microbatches),
-            *((None, microbatches[-1]) for _ in range(self._missing(len(microbatches)))),
+            *((None, microbatches[-1]) for _ in range(self._dummies_needed(len(microbatches)))),
         ]
 
         def forward_step(batches: Iterator[tuple[int | None, MicroBatch]], chunk: nn.Module) -> tuple[Any, Any]:
@@ -284,10 +289,10 @@ class Schedule:
             )
         return loss
 
-    def _missing(self, count: int) -> int:
-        """Return how many dummy micro-batches to add, so that interleaved stages get a multiple of their number."""
+    def _dummies_needed(self, count: int) -> int:
         if len(self._placed.wrapped) == 1:
             return 0
+        # Interleaved stages need a multiple of their number of micro-batches.
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
@@ -344,7 +349,10 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Wrapper, called as `module(step, batch, ...)`, that runs a task's evaluation step on all pipeline stages."""
+    """Module that runs a task's evaluation step on all pipeline stages.
+
+    It is called as `module(step, batch, ...)`.
+    """
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         super().__init__()
@@ -352,7 +360,10 @@ class Evaluation(nn.Module):
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run `step` on a batch in all pipeline stages. Return its result on the last stage, and None on others."""
+        """Run an evaluation step on all pipeline stages.
+
+        Returns the result on the last stage, and None on others.
+        """
         return self._run(step, batch, *args)
 
 
@@ -365,7 +376,7 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Convert the value of a megatron-core loss function to a training step's result and a dict to log."""
+        """Convert a megatron-core loss function's value to a step result and a log dict."""
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(

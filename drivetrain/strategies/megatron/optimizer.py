@@ -58,7 +58,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale the gradients and hand them to megatron-core's optimizer. Return True if any has overflowed.
+        """Unscale gradients for megatron-core's optimizer. Return True on overflow.
 
         Further calls before the step only return the result of the first.
         """
@@ -91,7 +91,6 @@ class MegatronOptimizerFront(OptimizerProxy):
         return stepped
 
     def follow_options(self) -> None:
-        """Copy `lr` and other options of the user's parameter groups to the groups of megatron-core's optimizer."""
         for group in self.inner.param_groups:
             given = self.optimizer.param_groups[group[GROUP]]
             for name, value in given.items():
@@ -248,7 +247,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor that megatron-core's optimizer updates for a model's parameter, such as a shard of its master weight.
+    """Tensor that megatron-core's optimizer updates for one model parameter.
 
     Attributes:
         part: The megatron-core optimizer that steps it.
@@ -298,7 +297,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return a dict from state name, such as `"exp_avg"`, to True if the state has the parameter's size."""
+        """Return the names of optimizer state, and whether each has the parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -354,7 +353,10 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Set a parameter's master weight, or its optimizer state `key`, to this process's part of a full tensor."""
+        """Set this process's part of a parameter's master weight or optimizer state.
+
+        `key` names the state. None is the master weight. `value` is a full tensor.
+        """
         stepped = self.find(parameter)
         if stepped.main is None:
             return

@@ -120,7 +120,7 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """Join the tensors of a step's output along `dim` over all processes, so that they cover full sequences.
+        """Join the tensors of a step's output over processes to full sequences.
 
         Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
         """
@@ -172,7 +172,9 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise `ConfigurationError` if attention has not run since the counter `calls` had the value `since`.
+        """Raise `ConfigurationError` if no attention ran in this context.
+
+        `since` is the earlier value of the counter `calls`.
 
         Without such a call, tokens would not see those on other processes.
         """
@@ -262,7 +264,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Compute gradients like `Tensor.backward`, but without leaving the context that replaces attention.
+    """Compute gradients without leaving the context that replaces attention.
 
     Torch's own function is seen by function modes, and each such call would leave the attention context.
     """
@@ -349,7 +351,7 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
 
 
 def active_shard() -> SequenceShard | None:
-    """Return which part of the sequences this process has in the active attention context, or None outside of one."""
+    """Return the part of sequences in the active attention context, or None."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for mode in reversed(modes):
         if isinstance(mode, SharedAttention):
@@ -378,7 +380,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """No-op context parallelism, for `cp=1`: sequences stay whole. Base class of `SplitSequences`."""
+    """Default without context parallelism, which leaves sequences whole."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
@@ -387,7 +389,7 @@ class Sequences:
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Wrap a model so that each call gets this process's part of the batch's sequences. Return the wrapper."""
+        """Wrap a model so that it gets this process's part of each sequence."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
@@ -435,7 +437,10 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Wrapper of a model, called as `module(step, batch, ...)`, that runs steps on this process's part of sequences."""
+    """Module that runs steps on this process's part of each sequence.
+
+    It is called as `module(step, batch, ...)`.
+    """
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
@@ -470,8 +475,8 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 
 @cache
-def let_attention_run_split() -> None:
-    """Register sharding rules by which DTensors compute attention on the CPU, because torch lacks them."""
+def register_attention_sharding() -> None:
+    """Register the missing sharding rules for attention of DTensors on the CPU."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

@@ -36,7 +36,7 @@ from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.strategies.base import local_part
-from drivetrain.strategies.parallel.context import let_attention_run_split
+from drivetrain.strategies.parallel.context import register_attention_sharding
 
 Colwise = ColwiseParallel
 Rowwise = RowwiseParallel
@@ -103,7 +103,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
     Return the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
     """
-    let_attention_run_split()
+    register_attention_sharding()
     root, matches = _matches(module, plan)
     _check_sizes(module, matches, mesh.size())
     before = dict(module.named_parameters(remove_duplicate=False))
@@ -148,7 +148,7 @@ def whole_outputs_without_gradients(module: nn.Module) -> None:
 
 
 class _AddUp:
-    """Gradient hook for a replicated DTensor parameter, which sums its partial gradients over processes.
+    """Gradient hook that sums the partial gradients of a replicated parameter.
 
     Layers that process only a part of each sequence have such gradients.
     """
@@ -163,7 +163,10 @@ class _AddUp:
 
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
-    """Return the module in which all names of a tensor-parallel plan are found, and the submodules to split."""
+    """Find the submodules that a tensor-parallel plan splits.
+
+    Also returns the module to which the names in the plan are relative.
+    """
     # A plan may have been written for the inner model, whose names lack up to two leading components.
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
@@ -298,7 +301,7 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 
 
 class CopyCheck:
-    """Checker that tensor-parallel copies of a parameter have equal gradients on all processes."""
+    """Check that tensor-parallel copies of a parameter have equal gradients."""
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self._mesh = mesh
@@ -413,7 +416,7 @@ def step_one_by_one(optimizer: Optimizer) -> None:
 
 
 class Layers:
-    """No-op tensor parallelism, for `tp=1`: layers stay whole. Base class of `SplitLayers`."""
+    """Default without tensor parallelism, which leaves layers whole."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
         """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""

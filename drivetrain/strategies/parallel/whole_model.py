@@ -23,7 +23,7 @@ _MEMORY = "_placed_as"
 
 
 class WholeModelPlacer:
-    """Placer of models that are not sharded: it broadcasts rank 0's weights and splits tensor-parallel layers."""
+    """Placer of unsharded models, which starts all processes with equal weights."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """Return the module that an earlier `prepare` of a model returned, or None if there was none."""
+    """Return the module that an earlier `prepare` of a model returned, or None."""
     known, before = bare.__dict__.get(_MEMORY, (None, None))
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]
@@ -80,5 +80,4 @@ def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None
 
 
 def move_real_tensors(model: nn.Module, device: torch.device) -> None:
-    """Move a model's parameters and buffers to a device, except those on the meta device."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]

@@ -93,7 +93,7 @@ class Compilations:
 
 
 class _Watched:
-    """Record of the last few steps or batches: whether XLA compiled for each, and their tensor shapes."""
+    """Recent steps or batches: their tensor shapes, and whether XLA compiled."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -101,7 +101,6 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Note the shapes of a step or batch. Return True if XLA's `total` of compilations has grown."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)

@@ -76,7 +76,6 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
 
 
 def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
-    """Return the rank within the pipeline of the process that holds a stage, under the given schedule."""
     # In a V, every second round passes through the processes in reverse.
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if kind.folded and turn % 2 else place
@@ -93,7 +92,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Prepare to receive the next step's tensors: allocate buffers with the shapes in `routes`."""
+        """Allocate buffers for the tensors that a pipeline stage receives in a step."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -183,7 +182,7 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward of an optimizer step's micro-batches, in the order of the pipeline schedule."""
+        """Run forward and backward of all micro-batches in a pipeline schedule's order."""
         schedule = self._schedule(len(routes))
         # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
@@ -242,7 +241,7 @@ def _loss(output: Tensor, target: Any) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's schedule logger within the context, because it prints the full schedule on every failure."""
+    # It prints the full schedule at every failure.
     noisy = logging.getLogger(torch_schedules.__name__)
     before = noisy.disabled
     noisy.disabled = True
@@ -253,7 +252,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the original exception of a pipeline stage from the chain of exceptions in which torch wraps it."""
+    """Return the original exception behind those that torch's pipeline raises."""
     wrapped = ("failed to run forward", "Failed to run stage backward")
     while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
         error = error.__cause__
@@ -324,12 +323,12 @@ class StageRanks:
 
     @property
     def all(self) -> list[int]:
-        """List of the ranks that hold the stages, in stage order, as ranks within the pipeline."""
+        """Ranks of all pipeline stages, in stage order."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property
     def last(self) -> int:
-        """Rank, within the pipeline, of the process that holds the last stage and computes the losses."""
+        """Rank within the pipeline that holds the last stage."""
         return self.rank_of(self.count - 1)
 
     def rank_of(self, stage: int) -> int:
@@ -337,7 +336,6 @@ class StageRanks:
         return rank_of_stage(self.kind, stage, self.ranks)
 
     def held_by(self, rank: int) -> list[int]:
-        """Return the indices of the pipeline stages that a rank holds."""
         return [stage for stage in range(self.count) if self.rank_of(stage) == rank]
 
 

@@ -103,7 +103,7 @@ def choose_splits(
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """Return `path`, the encoder's or decoder's list of blocks, and the largest list of blocks outside of it."""
+    """Return the block lists of an encoder and a decoder, given one of them."""
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -111,7 +111,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Choose modules of the given classes as the first modules of stages, such that stages have similar sizes."""
+    """Choose first modules of pipeline stages so that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -175,7 +175,10 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
 
 
 def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield `(name, stage, is_parameter)` for each parameter and buffer. Stages begin at the modules in `splits`."""
+    """Yield the name, stage and kind of each tensor of a model split at `splits`.
+
+    The kind is True for a parameter and False for a buffer.
+    """
     stage = 0
 
     def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
@@ -208,7 +211,7 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Map the name of each submodule that lies completely within one pipeline stage to the index of this stage."""
+    """Map submodules that lie completely in one pipeline stage to its index."""
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -220,7 +223,7 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 
 
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide a list of block sizes into `count` consecutive runs, so that the largest run is as small as possible.
+    """Divide block sizes into consecutive runs, with the largest sum as small as possible.
 
     Return the indices at which runs 1, 2, ... begin.
     """
@@ -256,7 +259,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Reference to a tensor by the module that returned it, the number of the call, and its place in the output."""
+    """Position of a tensor in the output of a module's call."""
 
     module: str
     call: int  # index of the module's call
@@ -265,7 +268,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Boundary before a pipeline stage: which tensors the stage receives, and where its forward uses them.
+    """Tensors that a pipeline stage receives, and where its forward uses them.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -318,7 +321,7 @@ class ModelOutline:
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module in which fake tensors, which have no values, replace parameters and buffers."""
+        """Copy a module with fake tensors in place of parameters and buffers."""
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
@@ -378,7 +381,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Source of a tensor in a traced forward: a pipeline stage, and the module outputs used to compute it.
+    """Pipeline stage and module outputs from which a traced tensor was computed.
 
     Attributes:
         stage: The stage that computed it.
@@ -393,7 +396,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Traced call of a stage's first module, with those of its arguments that an earlier stage must send.
+    """Arguments of a pipeline stage's first module in a traced forward.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
@@ -460,7 +463,10 @@ class _Trace(TorchDispatchMode):
         return _Origin(self._stage, frozenset().union(*(each.returned for each in origins)), lost)
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Record that the current stage uses a traced tensor. Raise an error if its stage cannot send the tensor."""
+        """Record that the current pipeline stage uses a tensor of an earlier stage.
+
+        Raises an error if that stage cannot send the tensor.
+        """
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -478,7 +484,7 @@ class _Trace(TorchDispatchMode):
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
-        """Return a pre-hook for a stage's first module that records which arguments the stage must receive."""
+        """Return a pre-hook that records the arguments of a pipeline stage's first module."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_entry(stage, name)
@@ -521,7 +527,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return a pre-hook and a hook for a module that record its outputs, because later stages may need them."""
+        """Return hooks that record a module's outputs while a forward is traced."""
         owner = self._layout.modules[name]
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -549,7 +555,7 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def finish(self, output: Any) -> None:
-        """Complete `route` at the end of a traced forward: determine which tensors each stage must receive."""
+        """Determine which tensors each stage must receive, after a traced forward."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "

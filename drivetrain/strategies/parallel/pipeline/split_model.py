@@ -85,7 +85,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the `SplitModel` that an earlier trainer stored on a task, instead of splitting its model again."""
+        """Return the `SplitModel` that an earlier trainer stored on a task."""
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
@@ -95,7 +95,6 @@ class SplitModel:
         return replace(split, stage_state=split.stage_state.among(place.group))
 
     def remember(self) -> None:
-        """Store this split on its task, so that a later trainer does not split the task's model again."""
         self.bare.__dict__[_MEMORY] = _Memory(self)
 
     def put_back(self) -> None:
@@ -114,7 +113,7 @@ def _splits(whole: nn.Module, name: str, options: PipelineOptions, count: int) -
 
 
 class _Memory:
-    """Attribute of a task that stores its split model. In a copied or unpickled task, it is empty."""
+    """Attribute of a task that stores its split model, except in copies of the task."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -132,7 +131,7 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Raised instead of running the split model's forward, to leave a task's step after recording the call.
+    """Raised to leave a task's step once its call of the model is recorded.
 
     It is no `Exception`, so that a step's own `except Exception` does not catch it.
     """
@@ -161,7 +160,7 @@ class ModelCalls:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Context manager that replaces the split model's forward by `answer`, for one call in a task's step."""
+        """Context manager that replaces the split model's forward by a function."""
         self._answer = answer
         try:
             yield
@@ -193,5 +192,5 @@ class ModelCalls:
         return self._routes[key]
 
     def close(self) -> None:
-        """Stop intercepting calls of the split model. Parameters of other stages remain on the meta device."""
+        # Parameters of other stages remain on the meta device.
         self.split.whole.__dict__.pop(CALL, None)

@@ -54,7 +54,9 @@ class Call:
 
 
 class _Reached(BaseException):
-    """Raised to end a stage's forward at the first module of the next stage. Carries the tensors to send.
+    """Raised to end a forward where the next pipeline stage begins.
+
+    It carries the tensors to send.
 
     It is no `Exception`, so that a forward's own `except Exception` does not catch it.
     """
@@ -66,7 +68,7 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class _Unregistered:
-    """Wrapper for a module that is stored as an attribute, so that `nn.Module` does not register it as a child."""
+    """Wrapper that keeps `nn.Module` from registering a module as a child."""
 
     module: nn.Module
 
@@ -121,7 +123,7 @@ class StageModule(nn.Module):
         return self.stage == self.layout.count - 1
 
     def put_back(self) -> None:
-        """Set the original model's parameters to those of this stage, which sharding may have replaced by new ones."""
+        """Put the stage's parameters, which sharding may have replaced, into the model."""
         for own, name in self._loose.items():
             module, key = self._slot(name)
             module._parameters[key] = self._parameters[own]
@@ -144,7 +146,10 @@ class StageModule(nn.Module):
 
     @contextmanager
     def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
-        """Context manager that patches the model, so that its forward computes only this stage, from `received`."""
+        """Context manager in which a model's forward computes only this stage.
+
+        It starts from the tensors in `received`.
+        """
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -177,7 +182,7 @@ class StageModule(nn.Module):
             if not self.is_last:
                 following = route.cuts[self.stage + 1]
                 for name in {key.module for key in following.returned if key is not None and key not in passed}:
-                    replace(parts[name], _kept(parts[name], name, set(following.returned), passed))
+                    replace(parts[name], _storing_outputs(parts[name], name, set(following.returned), passed))
                 replace(parts[self.layout.splits[self.stage]], _exit_of_stage(self._name(), following, passed))
             yield
         finally:
@@ -198,7 +203,10 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a replacement for an earlier stage's module: a function that returns received tensors or zeros."""
+        """Return a function that replaces an earlier stage's module.
+
+        It returns received tensors, or zeros for those that this stage does not need.
+        """
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +227,7 @@ class StageModule(nn.Module):
         return call
 
     def _blank(self, like: TensorShape) -> Tensor:
-        """Return cached zeros in place of a module output of another stage that this stage does not need."""
+        # For outputs of other stages that this stage does not need.
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
@@ -230,7 +238,7 @@ class StageModule(nn.Module):
 
 
 def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a function that calls a stage's first module with the tensors received from the previous stage."""
+    """Wrap a stage's first module so that it gets the received tensors."""
     own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -242,10 +250,10 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
     return call
 
 
-def _kept(
+def _storing_outputs(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Wrap a module's call so that the `wanted` tensors of its output are also stored in `passed`, to be sent."""
+    """Wrap a module so that it also stores outputs that later stages need."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -261,7 +269,10 @@ def _kept(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """Return a function to replace the next stage's first module. It raises `_Reached` with the tensors to send."""
+    """Return a function that ends the forward at the next stage's first module.
+
+    It raises `_Reached` with the tensors to send.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -359,7 +370,7 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Remove other stages' parameters from an optimizer, after recording the names in its parameter groups."""
+        """Remove parameters of other pipeline stages from an optimizer."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -569,7 +580,10 @@ class _Link:
             yield pytree.tree_unflatten(filled, spec)
 
     def forward_request(self, request: Request | None) -> None:
-        """Send a request, the `(args, kwargs)` of a model call, to the next stage. None means that no more follow."""
+        """Send the arguments of a model call to the next pipeline stage.
+
+        None means that no more calls follow.
+        """
         if self._rank == self._last:
             return
         # Limits the memory of requests that the next stage has not received yet.
@@ -586,7 +600,6 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Send a status (success or failure of this stage), then tensors, to the next stage."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))

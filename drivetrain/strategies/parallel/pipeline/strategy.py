@@ -91,7 +91,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run a task's step only until it calls the split model. Return the call, with its arguments."""
+        """Run a task's step up to its call of the split model, and return the call."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Operations on the gradients of a split model, such as clipping by the norm over all its pipeline stages."""
+    """Gradient operations of a model that is split into pipeline stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -242,7 +242,10 @@ class StagedEvaluation(nn.Module):
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run `step` in all pipeline stages. Return its result on the last stage, and None on others."""
+        """Run an evaluation step on all pipeline stages.
+
+        Returns the result on the last stage, and None on others.
+        """
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -296,7 +299,7 @@ class StagePlacer:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Prepare a pipeline stage: shard its parameters over the processes that run it, if sharding is enabled."""
+        """Prepare a pipeline stage for training, sharded if sharding is enabled."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return

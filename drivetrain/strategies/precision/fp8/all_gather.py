@@ -62,7 +62,6 @@ class GatheredWeight:
         return layer.weight._local_tensor is self._shard
 
     def mark_scaled(self) -> None:
-        """Mark the weight's float8 scale as valid until the weight's values change."""
         self._scaled = self._versions()
 
     def _versions(self) -> tuple[int, int]:
@@ -111,7 +110,9 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each float8 layer whose weight FSDP can gather in float8, and FSDP's `FSDPParam` of the weight.
+    """Yield the float8 layers whose weights FSDP can gather in float8.
+
+    Each comes with FSDP's `FSDPParam` of the weight.
 
     Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
     forward, since FSDP has no all-gather extension for them (torch 2.13). Skips weights offloaded to the CPU.

@@ -146,7 +146,7 @@ def listed(names: list[str]) -> str:
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace submodules of a model by others, which take over the old modules' parameters and hooks.
+    """Replace layers by others that take over their parameters and hooks.
 
     A replacement shares the dicts of parameters and hooks with the old module. Optimizers, sharding and hook handles
     that were created for the old module therefore stay valid.

@@ -269,7 +269,6 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backend(named: Any, given: Mapping[str, Any]) -> str:
-    """Return the FP8 backend that a configuration names or that its keys imply, otherwise `"torchao"`."""
     if named is not None and str(named).upper() != "NO":
         return _BACKENDS[check_choice("fp8_config's backend", named, tuple(_BACKENDS))]
     return next((backend for backend, keys in _KEYS.items() if any(key in keys for key in given)), "torchao")
