@@ -38,9 +38,10 @@ class _Part(NamedTuple):
 
 
 class FrozenLinear(nn.Module):
-    """Linear layer with frozen weights, quantized or not. It moves itself to the device of its inputs.
+    """Linear layer with frozen weights, quantized or not.
 
-    The wrapped layer is not a submodule. State dicts do not contain it, and `half()` and the like do not cast it.
+    It moves itself to the device of its inputs. The wrapped layer is not a submodule. State dicts do not contain it,
+    and `half()` and the like do not cast it.
 
     Args:
         base: The layer, with `in_features` and `out_features`.
@@ -143,7 +144,10 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen layer that is an `nn.Linear`, as peft requires, but hides its weight, so that peft cannot change it."""
+    """Frozen layer that is an `nn.Linear`, as peft requires.
+
+    It hides its weight, so that peft cannot change it.
+    """
 
     scaling: Tensor
 
@@ -159,7 +163,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """LoRA adapters in peft's own implementation, with their options, to be added to a model's frozen layers."""
+    """LoRA adapters in peft's own implementation, to be added to a model."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -194,7 +198,10 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Add peft's LoRA adapters to the named frozen layers of a model, without changing their training modes."""
+        """Add peft's LoRA adapters to the named frozen layers of a model.
+
+        The training modes of modules stay as they are.
+        """
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes
@@ -211,7 +218,10 @@ class PeftLayers:
 
 @contextmanager
 def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
-    """Context manager that adds a parameter to a model without any, since peft reads the device from one."""
+    """Context manager that adds a parameter to a model without any.
+
+    Peft reads the device from a parameter.
+    """
     if any(True for _ in model.parameters()):
         yield
         return
@@ -280,7 +290,10 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return the update that the adapter adds to the weight, `scaling * B @ A`, or a scalar 0 if the rank is 0."""
+        """Return what the adapter adds to the weight, `scaling * B @ A`.
+
+        Returns a scalar 0 if the rank is 0.
+        """
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())
@@ -423,7 +436,7 @@ class QLoRA:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return a SHA-256 digest of all parameters of a model, to detect adapters of another base model."""
+    """Return a SHA-256 digest of all parameters, to recognize a base model."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         for part in _plain(parameter.detach()):
@@ -442,7 +455,10 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
-    """Omit frozen parameters from a model's state dict. A digest in it lets loading verify that they are the same."""
+    """Omit frozen parameters from a model's state dict.
+
+    A digest in it lets loading verify that they are the same.
+    """
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
     model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]
@@ -450,7 +466,7 @@ def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
 
 
 class _DropFrozen:
-    """State dict hook that leaves out frozen parameters, so that checkpoints contain the adapters only."""
+    """State dict hook that leaves out frozen parameters."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen
@@ -464,7 +480,10 @@ class _DropFrozen:
 
 
 class _RestoreFrozen:
-    """Hook on loading that verifies the digest of frozen parameters, and adds these to the loaded state dict."""
+    """Load hook that adds a model's frozen parameters to the loaded state dict.
+
+    It verifies their digest first.
+    """
 
     def __init__(self, frozen: Sequence[str], digest: str) -> None:
         self._frozen, self._digest = frozen, digest

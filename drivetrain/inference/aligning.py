@@ -39,7 +39,9 @@ _STATE_HANDLES = "_hf_hook_state_handles"
 
 
 class AlignDevicesHook(ModelHook):
-    """Hook that runs a module on one device: it moves the inputs there and, with `offload`, loads the weights.
+    """Hook that runs a module on one device, to which it moves inputs and weights.
+
+    With `offload`, the weights are loaded before each forward. Otherwise, they stay on the device.
 
     Args:
         execution_device: Device of the forward. If None, inputs and weights are not moved.
@@ -116,7 +118,7 @@ class AlignDevicesHook(ModelHook):
         return before, after, self.offload or self.no_grad
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Move the module's tensors to the execution device, or offload the weights if `offload` is True."""
+        """Move the module's tensors to the execution device, or offload its weights."""
         tensors = _tensors(module, self.place_submodules)
         given = self.tied_params_map
         tied = self._tied = tied_tensors(module, self.place_submodules) if given is None else given
@@ -155,7 +157,6 @@ class AlignDevicesHook(ModelHook):
         self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
     def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Apply a function such as `share_memory_` to the module's tensors and to its offloaded weights."""
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
@@ -211,7 +212,10 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
     def _register_tied(self, name: str) -> bool:
-        """Register a tied weight's address, so that it is copied once. Return False if its address is not stable."""
+        """Register a tied weight's address, so that it is copied only once.
+
+        Returns False if its address is not stable.
+        """
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self._tied.setdefault(first.data_ptr(), {})
@@ -328,7 +332,7 @@ def _load_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if a hook offloads the module's own weights while its forward is not running.
+    """Return True if a hook offloads the module's own weights between forwards.
 
     Args:
         module: The module. Submodules are not checked.
@@ -343,7 +347,9 @@ def _offloading_hook(hook: Any) -> Any:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Context manager that moves a module's own parameters to one device, and restores them on exit.
+    """Context manager that moves a module's own parameters to one device.
+
+    They return on exit.
 
     Args:
         module: The module, without its submodules. Offloaded weights are loaded for the duration of the context.
@@ -378,7 +384,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the full state dict of a model, including weights that are offloaded to the CPU or disk.
+    """Return the full state dict of a model, including its offloaded weights.
 
     Args:
         model: The model.
@@ -437,7 +443,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add hooks that move each submodule's tensors and inputs to one device, and offload weights if requested.
+    """Add hooks that run each submodule on one device, with or without offloading.
 
     Args:
         module: The module.
@@ -597,7 +603,7 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
 
 
 class UserCpuOffloadHook:
-    """Handle of a model with CPU offloading, which can move the model back to the CPU or stop the offloading.
+    """Handle of a model with CPU offloading, to move it back or end the offloading.
 
     Args:
         model: The model.
@@ -612,17 +618,21 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Stop the offloading by removing the hook from the model. The model stays on its present device."""
+        """Stop the offloading by removing the hook from the model.
+
+        The model stays on its present device.
+        """
         remove_hook_from_module(self.model)
 
 
 def cpu_offload_with_hook(
     model: ModuleT, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[ModuleT, UserCpuOffloadHook]:
-    """Keep a model in CPU memory until its forward. It then stays on the device until another model runs.
+    """Keep a model in CPU memory until its forward.
 
-    This serves pipelines of several models in which one model may run many times in a row. A model leaves the device
-    when its successor runs, or when `offload()` of its handle is called.
+    It then stays on the device until another model runs. This serves pipelines of several models in which one model may
+    run many times in a row. A model leaves the device when its successor runs, or when `offload()` of its handle is
+    called.
 
     Args:
         model: The model.

@@ -22,7 +22,7 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Group of offloaded weights that are copied to the device together, before the first of their modules runs."""
+    """Offloaded weights that are copied to the device together."""
 
     name: str  # of its first module
     modules: list[nn.Module]
@@ -110,7 +110,7 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """Device copies of one group of offloaded weights, and the event by which to wait for the transfer."""
+    """Device copies of a group of offloaded weights, with the event of their transfer."""
 
     tensors: list[Tensor]
     ready: Any | None  # event after the last copy, or None for synchronous copies
@@ -118,7 +118,7 @@ class _Arrived:
 
 
 class DeviceCopies:
-    """Manager of temporary device copies of offloaded weights, transferred ahead of time on a side stream."""
+    """Device copies of offloaded weights, which are transferred ahead of their use."""
 
     def __init__(
         self, groups: Sequence[Group], device: torch.device, budget: int, slots: int = 2, pin: bool = False
@@ -182,7 +182,10 @@ class DeviceCopies:
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Put the offloaded weights of group `number` back. Free the device copies unless they may stay there."""
+        """Replace the device copies of one group by its offloaded weights.
+
+        Their memory is freed unless they may stay on the device.
+        """
         if number in self._used:
             self._put_back(number)
             if not self._stays[number]:
@@ -312,7 +315,10 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Let the OS read the memory-mapped weights of group `number` and of the groups in `ahead` into memory."""
+        """Let the OS read one group's memory-mapped weights into memory.
+
+        The groups in `ahead` are read, too.
+        """
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):

@@ -36,11 +36,14 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Memory limits from `get_balanced_memory`. Given these, `infer_auto_device_map` reserves no extra memory."""
+    """Memory limits from `get_balanced_memory`.
+
+    Given these, `infer_auto_device_map` reserves no extra memory.
+    """
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, int]:
-    """Return how many bytes a model may use on each device: accelerators first, then CPU and disk.
+    """Return how many bytes a model may use on each accelerator, the CPU and disk.
 
     Args:
         max_memory: Limits by device, in bytes or as text such as `"20GiB"`. Keys are an accelerator's number or name,
@@ -90,7 +93,7 @@ def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """Convert a device to the form used in device maps: an accelerator's number or name, `"cpu"` or `"disk"`."""
+    """Convert a device to the form in device maps, such as `0`, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
         raise ConfigurationError(f"{given!r} is not a device. Use a number, a name, or a torch.device.")
     if isinstance(given, int):
@@ -125,7 +128,10 @@ def device_exists(device: Device) -> bool:
 
 
 def budgets_of(max_memory: Mapping[Device, int]) -> list[Budget]:
-    """Convert memory limits by device to the solver's `Budget` list. A disk without a limit is unlimited."""
+    """Convert memory limits by device to the solver's `Budget` list.
+
+    A disk without a limit is unlimited.
+    """
     kinds: dict[Any, Any] = {"cpu": "host", "disk": "disk"}
     found = [Budget(device, limit, kinds.get(device, "accelerator")) for device, limit in max_memory.items()]
     found.sort(key=lambda budget: ("accelerator", "host", "disk").index(budget.kind))
@@ -142,7 +148,9 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Return memory limits with which `infer_auto_device_map` spreads a model evenly over the accelerators.
+    """Return memory limits that spread a model evenly over the accelerators.
+
+    They are for `infer_auto_device_map`.
 
     Args:
         model: The model. It may be on the meta device.
@@ -198,13 +206,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def main_device(self) -> Device | None:
-        """Device that runs the modules offloaded to the CPU or disk, or None if no module is offloaded."""
+        """Device that runs the offloaded modules, or None if no module is offloaded."""
         main = self._placement.main
         return None if main is None else self._problem.budgets[main].device
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks that can be copied to the main device in advance, within its memory limit.
+        """Number of offloaded blocks for which the main device has room in advance.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """
@@ -221,7 +229,7 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Bytes that the model takes on each device, split into weights, copies of offloaded blocks and activations."""
+        """Bytes that the model takes on each device, by purpose."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
@@ -231,11 +239,11 @@ class DeviceMap(dict[str, Any]):
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return a plain dict from module name to device number or name, for example to store it as JSON."""
+        """Return a plain dict from module name to device, for example to store as JSON."""
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:
-        """Explain in one or two sentences why the map puts a module on its device, such as for lack of memory.
+        """Explain in one or two sentences why a module is on its device.
 
         Args:
             name: Name of the module.
@@ -282,7 +290,7 @@ def infer_auto_device_map(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> DeviceMap:
-    """Assign each module to a device: accelerators while memory lasts, then the CPU, then the disk.
+    """Assign each module to an accelerator, or to CPU and disk if memory is short.
 
     The result is checked to fit. On each device, weights, room for the largest offloaded block and activations (if an
     example is given) stay within the limit. Modules are placed in execution order. Tied weights share a device and
@@ -403,7 +411,7 @@ def _warn_of_unused(problem: Problem, placement: Placement) -> None:
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Shorten a device map in place: modules whose submodules are all on one device become one entry.
+    """Shorten a device map in place, by joining entries with the same device.
 
     Args:
         device_map: The map to change.
@@ -431,9 +439,9 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise an error unless a device map covers each tensor of a model once and keeps tied weights together.
+    """Raise an error unless a device map covers each tensor of a model exactly once.
 
-    Keys that match no module or tensor of the model produce a warning.
+    Tied weights must be on one device. Keys that match no module or tensor of the model produce a warning.
 
     Args:
         model: The model.
@@ -485,7 +493,7 @@ def check_single_device(model: nn.Module, device_map: Mapping[str, Any]) -> None
 
 
 def _indexed_name(device: Any) -> str:
-    """Return the full name of a device, such as `cuda:0` for `0` and `"cuda"`, to compare devices."""
+    """Return the full name of a device, such as `cuda:0` for `0` and `"cuda"`."""
     named = as_device(device)
     kind = detect_device_kind()
     if isinstance(named, int):
@@ -519,7 +527,7 @@ def resolve_device_map(
     max_memory: Mapping[Any, int | str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return a checked device map for a model, given a strategy such as `"auto"`, one device or a dict.
+    """Return a checked device map for a strategy such as `"auto"`, a device or a dict.
 
     Args:
         model: The model. It may be on the meta device.

@@ -26,7 +26,7 @@ _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspe
 
 
 class EstimateCommand(click.Command):
-    """Click command that accepts several values after one option, as in `--dtypes int8 int4`."""
+    """Click command whose options accept several values, as in `--dtypes int8 int4`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -88,16 +88,16 @@ def estimate_memory(
     library_name: str | None,
     as_json: bool,
 ) -> None:
-    """Estimate the memory that a model needs in each process, for training and for inference.
+    """Estimate the memory of a model in each process, in training and inference.
 
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.
 
-    \b
+    
     drivetrain estimate-memory mypackage.models:GPT --kwargs '{"layers": 12}' --input 8x1024:int64
     drivetrain estimate-memory llama/config.json --num_processes 64 --strategy fsdp
     drivetrain estimate-memory checkpoints/final
-    """  # noqa: D301
+    """
     sys.path.insert(0, "")  # as python -m does
     from drivetrain.inference.model_size import ModelSize, estimate_training, read_model, size_of_module
 
@@ -275,15 +275,15 @@ def infer_map(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Assign the modules of a model to accelerators with the given memory, the CPU and the disk.
+    """Assign the modules of a model to accelerators, the CPU and the disk.
 
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.
 
-    \b
+    
     drivetrain infer-map llama/config.json --device 24GB --device 24GB --cpu 64GB --dtype bfloat16
     drivetrain infer-map checkpoints/final --device 8GB --html map.html
-    """  # noqa: D301
+    """
     sys.path.insert(0, "")  # as python -m does
     from drivetrain.inference import infer_auto_device_map
     from drivetrain.inference.model_size import module_without_memory, read_model

@@ -59,7 +59,9 @@ class ModelHook:
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Prepare a module when this hook is added to it. Return the module, or a replacement for it.
+        """Prepare a module when this hook is added to it.
+
+        Returns the module, or a replacement for it.
 
         Args:
             module: The module.
@@ -70,7 +72,9 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run before the module's forward. Return its positional and keyword arguments, changed or not.
+        """Run before the module's forward.
+
+        Returns its positional and keyword arguments, changed or not.
 
         Args:
             module: The module.
@@ -83,7 +87,9 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after the module's forward, unless that raised an error. Return the output, changed or not.
+        """Run after the module's forward, unless that raised an error.
+
+        Returns the output, changed or not.
 
         Args:
             module: The module.
@@ -95,14 +101,16 @@ class ModelHook:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Run instead of `post_forward` if the module's forward has raised an exception, to clean up.
+        """Run instead of `post_forward` after an exception in the module's forward.
 
         Args:
             module: The module.
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Undo this hook's changes to a module when it is removed. Return the module, or a replacement for it.
+        """Undo this hook's changes to a module when it is removed.
+
+        Returns the module, or a replacement for it.
 
         Args:
             module: The module.
@@ -267,7 +275,9 @@ def _parts(hook: ModelHook | None) -> list[ModelHook]:
 
 
 def remove_hook_from_module(module: ModuleT, recurse: bool = False) -> ModuleT:
-    """Remove the hook from a module. Offloaded weights return to their original devices.
+    """Remove the hook from a module.
+
+    Offloaded weights return to their original devices.
 
     Args:
         module: The module.
@@ -333,7 +343,10 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that moves weights, so that `torch.compile` does not trace it. Return the wrapper."""
+    """Wrap a function that moves weights, so that `torch.compile` does not trace it.
+
+    Returns the wrapper.
+    """
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
@@ -343,7 +356,6 @@ def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the hook's `pre_forward`, and record the gradient mode to be restored after the forward."""
     hook: Any = module._hf_hook
     open_calls: list[tuple[int, bool, BaseException | None]] = vars(_calls).setdefault("open", [])
     open_calls.append((id(module), torch.is_grad_enabled(), sys.exc_info()[1]))
@@ -354,7 +366,7 @@ def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Restore the gradient mode, then run the hook's `post_forward`, or `on_error` after an exception."""
+    """Run a hook's `post_forward`, or its `on_error` after an exception."""
     open_calls = vars(_calls).get("open", [])
     if not any(call[0] == id(module) for call in open_calls):
         return None  # an error was raised before `_run_pre_forward` ran
@@ -377,11 +389,14 @@ def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 class StreamedModelError(ConfigurationError, RuntimeError):
-    """Error raised for operations, such as `model.to()`, that a model with offloaded weights does not support."""
+    """Error for operations that a model with offloaded weights does not support.
+
+    An example is `model.to()`.
+    """
 
 
 class MoveGuard:
-    """Guard against moving or casting modules, for example by `model.to()`, while their weights are offloaded."""
+    """Guard against moving or casting modules while their weights are offloaded."""
 
     def __init__(
         self,

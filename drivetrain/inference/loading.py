@@ -64,7 +64,7 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Return the device to run offloaded modules on: `given`, the first accelerator in `others`, or a default."""
+    """Return the device on which to run offloaded modules, with a default."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
@@ -97,7 +97,10 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
 
 
 def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """Look up a tensor's location in a device map by the longest prefix of its name. Return None without a match."""
+    """Look up a tensor's location in a device map, by the longest prefix of its name.
+
+    Returns None without a match.
+    """
     prefix = name
     while prefix not in device_map:
         if not prefix:
@@ -153,7 +156,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, placing each weight on the device that a device map assigns.
+    """Load a checkpoint into a model, with each weight on its device of a device map.
 
     Tied weights need only one of their names in the checkpoint. Weights on disk are memory-mapped from the checkpoint's
     own files if these are safetensors of the right dtype.
@@ -200,7 +203,10 @@ def load_checkpoint_in_model(
 
 
 def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
-    """Load weights into the tensors of a model that are on the meta device. Other tensors keep their values."""
+    """Load weights into the tensors of a model that are on the meta device.
+
+    Other tensors keep their values.
+    """
     empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
     found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
     if empty and found:
@@ -252,7 +258,7 @@ class _Item:
 
 
 class _Loading:
-    """Loading of a checkpoint into a model: matches weights to tensors, checks them and reads them."""
+    """Loads a checkpoint's weights into the tensors of a model that match them."""
 
     def __init__(
         self,
@@ -439,7 +445,7 @@ class _Loading:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Join names for a message. Only the first eight are named, followed by the number of further names."""
+    """Join names for a message, with a number in place of all but the first eight."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 

@@ -29,7 +29,7 @@ def as_table(problem: Problem, placement: Placement) -> str:
 
 
 def has_no_room_ahead(problem: Problem, placement: Placement) -> bool:
-    """Return True if the main accelerator is too full to copy the next offloaded block in advance."""
+    """Return True if the main accelerator cannot hold the next block in advance."""
     main = placement.main
     if main is None or problem.budgets[main].kind != "accelerator" or problem.stream_buffers > 1:
         return False
@@ -49,7 +49,7 @@ def _bytes(count: float) -> str:
 
 
 def modules_on(problem: Problem, placement: Placement, place: int) -> str:
-    """List the modules on a device as text, such as `wte, h.0 - h.21`, where a range stands for consecutive modules."""
+    """Return the modules on a device as text, such as `wte, h.0 - h.21`."""
     where = {
         position: (name, its)
         for block, its in zip(problem.blocks, placement.places, strict=True)

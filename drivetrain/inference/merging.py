@@ -24,7 +24,7 @@ _ENDINGS = (
 
 
 class Adapter(NamedTuple):
-    """Names of the three tensors of a LoRA adapter in a checkpoint: two matrices and their scale."""
+    """Names of the tensors of a LoRA adapter in a checkpoint."""
 
     first: str
     second: str
@@ -53,7 +53,7 @@ def merge_adapters(
     model: int | None = None,
     progress: bool = False,
 ) -> list[str]:
-    """Merge LoRA adapters into their base weights, and save the result as safetensors files.
+    """Merge LoRA adapters into their base weights, and save safetensors files.
 
     Parameters that were trained in full, such as those of norms, replace the ones in `weights`. Weights are read and
     written in blocks of rows, so no full weight is in memory.

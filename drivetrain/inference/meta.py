@@ -26,7 +26,7 @@ _active = threading.local()
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context manager and decorator under which models are built on the meta device, without allocating memory.
+    """Context manager and decorator that builds models on the meta device.
 
     Buffers are built normally, so that non-persistent ones such as position tables and masks have their values. Models
     that other threads build at the same time are not affected.
@@ -48,7 +48,7 @@ def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[
 
 
 def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context manager and decorator under which the parameters of new models are created on a device.
+    """Context manager and decorator that creates a model's parameters on a device.
 
     If contexts are nested, the innermost one decides. See `init_empty_weights`.
 
@@ -60,7 +60,10 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
 
 
 class _OnDevice(ContextDecorator):
-    """Context manager and decorator that puts new parameters on a device. It can be nested and used in threads."""
+    """Context manager and decorator that puts new parameters on a device.
+
+    It can be nested and used in threads.
+    """
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
         self._device, self._include_buffers = device, include_buffers
@@ -84,7 +87,7 @@ class _Context(NamedTuple):
 
 @contextmanager
 def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
-    """Context manager that moves each new parameter of this thread to a device when a module registers it."""
+    """Context manager that moves each new parameter of this thread to a device."""
     _watch_registration()
     contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
@@ -102,7 +105,7 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
 
 @cache
 def _watch_registration() -> None:
-    """Register PyTorch's global hooks for new parameters and buffers, through which these are moved to a device.
+    """Register PyTorch's global hooks for new parameters and buffers.
 
     Adding and removing them per context fails in PyTorch 2.13 if another thread builds a module at the same time.
     """
@@ -162,7 +165,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def meta_leftovers(model: nn.Module) -> dict[str, str]:
-    """Return the tensors of a model that have no values yet (on the meta device), as a dict from name to kind.
+    """Return the tensors of a model that are on the meta device, by name.
 
     Args:
         model: The model.
@@ -189,7 +192,7 @@ CAST_CLASSES: tuple[type[nn.Module], ...] = (nn.Linear, Conv)
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Hook that stores a module's floating-point weights in one dtype and computes in another.
+    """Hook that stores a module's weights in one dtype and computes in another.
 
     Inputs are cast to the compute dtype too. The stored weights never change, so repeated forwards lose no precision.
 
@@ -264,9 +267,9 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers in a small dtype, casting them for each forward.
+    """Store the weights of linear and convolution layers in a small dtype.
 
-    All other layers, such as embeddings and norms, do not change.
+    They are cast for each forward. All other layers, such as embeddings and norms, do not change.
 
     Args:
         module: The model, in the compute dtype.

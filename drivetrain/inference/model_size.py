@@ -43,7 +43,7 @@ _MAX_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a model: the number of its parameters, and the bytes of its buffers and files.
+    """Size of a model: its number of parameters, and bytes of buffers and files.
 
     Attributes:
         parameters: Number of parameters, tied ones counted once.
@@ -67,9 +67,9 @@ class ModelSize:
 def read_model(
     source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False, device: str = "meta"
 ) -> nn.Module | ModelSize:
-    """Return a model on the meta device, from a class or a config. For safetensors files, return its size only.
+    """Return a model on the meta device, from a class or a config.
 
-    Another `device` is for classes that cannot be built without values.
+    For safetensors files, return its size only. Another `device` is for classes that cannot be built without values.
     """
     path = Path(source)
     if ":" in source and not path.exists():
@@ -140,7 +140,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Count the parameters of a model: all, those that are trained, and those of each unit that FSDP would shard."""
+    """Count a model's parameters: all, the trained ones, and those of FSDP units."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
@@ -198,7 +198,7 @@ class Layer(nn.Module):
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
-    """Build a tree of modules on the meta device that has the tensors of the given safetensors files."""
+    """Build modules on the meta device that have the tensors of safetensors files."""
     root = Layer()
     for path in files:
         for name, entry in read_header(path).items():
@@ -214,7 +214,10 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
 
 
 def _with_lists(module: nn.Module) -> nn.Module:
-    """Replace modules whose children are numbered by `nn.ModuleList`, so that repeated blocks are recognized."""
+    """Replace modules with numbered children by `nn.ModuleList`.
+
+    Repeated blocks are then recognized.
+    """
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
     if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
@@ -242,7 +245,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes that training in one precision needs per parameter, for the weight, its gradient and optimizer state.
+    """Bytes per parameter that training in one precision needs.
 
     Attributes:
         weight: The stored weight.
@@ -316,7 +319,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Case:
-    """Training setup whose memory is estimated: model size, precision, optimizer and number of processes.
+    """Training setup whose memory is estimated.
 
     Attributes:
         size: The model's size.
@@ -346,7 +349,10 @@ def _replicated(case: Case) -> Use:
 
 
 def _sharded(case: Case) -> Use:
-    """Estimate training memory under FSDP: all states are sharded, and two FSDP units are gathered at a time."""
+    """Estimate training memory under FSDP.
+
+    All states are sharded, and two FSDP units are gathered at a time.
+    """
     whole, count = _replicated(case), case.processes
     # The next unit is prefetched while the current one computes.
     units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
@@ -378,7 +384,10 @@ def _zero(stage: int) -> Callable[[Case], Use]:
 
 
 def _tensor_parallel(case: Case) -> Use:
-    """Estimate training memory under tensor parallelism, which splits only the matrices of repeated layers."""
+    """Estimate training memory under tensor parallelism.
+
+    It splits only the matrices of repeated layers.
+    """
     whole, count = _replicated(case), case.processes
     share = 1 - case.size.matrices / max(1, case.size.parameters) * (1 - 1 / count)
     return Use(
@@ -390,13 +399,16 @@ def _tensor_parallel(case: Case) -> Use:
 
 
 def _pipeline(case: Case) -> Use:
-    """Estimate training memory under pipeline parallelism, if each stage has an equal share of the layers."""
+    """Estimate training memory under pipeline parallelism with equal stages."""
     whole, count = _replicated(case), case.processes
     return Use(whole.weights / count, whole.gradients / count, whole.optimizer / count, activations=case.activations)
 
 
 def _context_parallel(case: Case) -> Use:
-    """Estimate training memory under context parallelism: weights are sharded as in FSDP, sequences are split."""
+    """Estimate training memory under context parallelism.
+
+    Weights are sharded as in FSDP, and sequences are split.
+    """
     sharded = _sharded(case)
     return Use(
         sharded.weights, sharded.gradients, sharded.optimizer, sharded.gathered, case.activations / case.processes
@@ -425,7 +437,7 @@ def estimate_training(
     activations: float = 0.0,
     temporaries: float = 0.0,
 ) -> Use:
-    """Estimate the memory of each training process in bytes, for a model size, strategy, precision and optimizer."""
+    """Estimate the memory of each training process in bytes."""
     choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -478,7 +490,7 @@ def read_config(source: str) -> Mapping[str, Any]:
 
 
 def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
-    """Return the number of elements in the key-value cache of a decoder with the given configuration.
+    """Return the number of elements in the key-value cache of a decoder.
 
     Layers with a sliding window count at most its length. Encoder-decoders also count the encoder's keys and values,
     with the decoder's sequence length. State-space layers (Mamba) count like attention layers.
@@ -523,7 +535,7 @@ def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that tracks the current and peak bytes of all live tensors, including meta and fake ones."""
+    """Dispatch mode that tracks the current and peak bytes of all live tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -589,7 +601,10 @@ def peak_of_training(
     precision: str = "32",
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[int, int]:
-    """Simulate training with fake tensors. Return the peak bytes of forward and backward, and of optimizer steps."""
+    """Simulate training with fake tensors, and return its peaks of memory.
+
+    These are the bytes of forward and backward, and of optimizer steps.
+    """
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -640,7 +655,10 @@ def _forward_context(precision: str) -> AbstractContextManager[Any]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return a loss for a trial backward: the output's `loss`, or the mean of its first tensor with gradients."""
+    """Return a loss for a trial backward, from a model's output.
+
+    It is the output's `loss`, or the mean of its first tensor with gradients.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

@@ -28,7 +28,7 @@ from drivetrain.runtime.errors import CheckpointError
 
 @dataclass(eq=False)
 class Place:
-    """Reference to a parameter or buffer by its module and attribute name, to read or replace the tensor.
+    """Reference to a model's parameter or buffer, to read or replace the tensor.
 
     Attributes:
         module: The module.
@@ -53,7 +53,7 @@ class Place:
 
 
 def places_in(module: nn.Module) -> Iterator[Place]:
-    """Yield a `Place` for each of a module's own parameters and buffers, without those of its submodules."""
+    """Yield a `Place` for each of a module's own parameters and buffers."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Place(module, name, True)
@@ -63,7 +63,10 @@ def places_in(module: nn.Module) -> Iterator[Place]:
 
 
 def named_places(model: nn.Module) -> dict[str, Place]:
-    """Return a `Place` for each parameter and buffer of a model, by name. A shared tensor has several names."""
+    """Return a `Place` for each parameter and buffer of a model, by name.
+
+    A shared tensor has several names.
+    """
     return {
         f"{path}.{place.name}" if path else place.name: place
         for path, module in model.named_modules(remove_duplicate=False)
@@ -78,7 +81,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Return `value` ready to replace `old` in a model: as a parameter with equal attributes if `old` is one."""
+    """Return a value as a parameter or tensor with the attributes of an old one."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -104,7 +107,9 @@ INDEX = "index.json"
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write a weight to the raw binary file `<name>.dat` in a folder. Return the index with its dtype and shape.
+    """Write a weight to the raw binary file `<name>.dat` in a folder.
+
+    Returns the index with its dtype and shape.
 
     Args:
         weight: The weight.
@@ -135,7 +140,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
-    """Return the path of a file in a folder. Raise an error if it leads outside.
+    """Return a file's path, or raise an error if it leads out of the folder.
 
     The name may contain `..`, and a folder on the way may be a symbolic link.
     """
@@ -160,7 +165,7 @@ def _raw_file(path: str | os.PathLike[str], name: str, info: Mapping[str, Any]) 
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
-    """Write an offload folder's `index.json`, which describes its weights, or add entries to an existing one.
+    """Write or extend the `index.json` of an offload folder.
 
     Args:
         index: Dict from weight name to dtype and shape, or to the safetensors file. If empty, nothing is written.
@@ -199,7 +204,7 @@ def _write(path: Path, parts: Iterable[memoryview]) -> None:
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write every tensor of a state dict to its own file in a folder, together with an index.
+    """Write each tensor of a state dict to its own file in a folder, with an index.
 
     Args:
         save_dir: The folder.
@@ -212,7 +217,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Mapping from name to tensor for weights in memory or in an offload folder, which are read on access.
+    """Mapping of weights by name, which are in memory or read from a folder on access.
 
     Args:
         state_dict: Weights in memory.
@@ -251,7 +256,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return where an offloaded weight is on disk: its memory-mapped file, and its name in the file.
+        """Return the memory-mapped file of an offloaded weight, and its name in the file.
 
         Args:
             key: Name of the weight.
@@ -293,13 +298,13 @@ class FolderWeights(Weights):
         return self._loader[name]
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return a weight's memory-mapped file and its name in the file, or None if it cannot be mapped."""
+        """Return a weight's memory-mapped file and its name in the file, or None."""
         file, key = self._loader.place(name)
         return (file, key) if file.is_aligned(key) else None
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """View of the items of a mapping whose keys start with a prefix, under keys without the prefix.
+    """View of a mapping's items whose keys start with a prefix, without the prefix.
 
     Args:
         dataset: The mapping.
@@ -386,18 +391,18 @@ class MappedRange:
 
 
 def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Mark a tensor with the byte range of the mapped file that it uses. `mapped_range` returns the mark."""
+    """Mark a tensor with the byte range of the mapped file that it uses."""
     place = file.placed[name]
     setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
 
 
 def forget_mapped(tensor: Tensor) -> None:
-    """Remove the record of `mark_mapped` from a tensor whose memory is no longer that of a mapped file."""
+    """Remove the mark of a mapped file from a tensor that has other memory now."""
     vars(tensor).pop(_RANGE, None)
 
 
 def mapped_range(tensor: Tensor) -> MappedRange | None:
-    """Return the byte range of a mapped file that a tensor uses, or None if it has its own memory."""
+    """Return the byte range of a mapped file that a tensor uses, or None."""
     found = getattr(tensor, _RANGE, None)
     return found if isinstance(found, MappedRange) else None
 
@@ -406,13 +411,13 @@ _changes = attrgetter("_version")  # torch counts the changes in place
 
 
 def times_changed(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor, with which a later change can be detected."""
+    """Return the number of in-place changes of a tensor."""
     # Inference tensors have no version counter, and reading it would raise an error.
     return 0 if tensor.is_inference() else int(_changes(tensor))
 
 
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
-    """Return a sorted list of byte ranges in mapped files, in which ranges that touch or overlap are joined."""
+    """Sort byte ranges of mapped files, and join those that touch or overlap."""
     joined: list[MappedRange] = []
     for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
         last = joined[-1] if joined else None

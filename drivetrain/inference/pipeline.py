@@ -34,7 +34,7 @@ Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
 
 class PipelineInference:
-    """Model split into consecutive stages, one on each process, for pipeline-parallel inference.
+    """Model split into stages for inference, one on each process.
 
     Every process must create the object from the same model and call it at the same times. The first process provides
     the inputs, and the last one gets the outputs.
@@ -110,9 +110,10 @@ class PipelineInference:
             self._staged.check(self._on_device((tuple(example_args), dict(example_kwargs or {}))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on one batch, split into micro-batches. Return the output on the last process.
+        """Run the model on one batch, split into micro-batches.
 
-        Call this on all processes. Tensors with the same first dimension as the first tensor are split along it.
+        Returns the output on the last process. Call this on all processes. Tensors with the same first dimension as the
+        first tensor are split along it.
 
         Args:
             *args: Positional arguments of the model.
@@ -129,7 +130,7 @@ class PipelineInference:
         return self._broadcast_output(output) if self._gathers and self._staged is not None else output
 
     def stream(self, requests: Iterable[Any] | None = None) -> Iterator[Any]:
-        """Run many requests through the pipeline and yield their outputs, with all stages working in parallel.
+        """Run many requests with all pipeline stages in parallel, and yield the outputs.
 
         Call this on all processes, and iterate to the end on each.
 
@@ -177,7 +178,9 @@ def prepare_pippy(
     weights: Weights | None = None,
     pp_place: Mapping[str, int] | None = None,
 ) -> ModuleT:
-    """Split a model into pipeline stages, one for each process. Calling the model then runs all stages.
+    """Split a model into pipeline stages, one for each process.
+
+    Calling the model then runs all stages.
 
     Args:
         model: The model. See `PipelineInference` for all arguments.
@@ -221,7 +224,10 @@ def _lay_out(
     classes: Sequence[str],
     placed: Mapping[str, int] | None,
 ) -> StageLayout:
-    """Assign the modules of a model to pipeline stages. Weights that are tied across stages become separate copies."""
+    """Assign the modules of a model to pipeline stages.
+
+    Weights that are tied across stages become separate copies.
+    """
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points is {split_points!r}, but must be 'auto' or a list of module names.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)

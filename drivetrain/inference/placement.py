@@ -38,7 +38,7 @@ from drivetrain.runtime.pytrees import find_device, send_to_device
 
 
 class _OneDevice(TorchFunctionMode):
-    """Function mode that repeats a failed operation with all tensors on one device if they were on several."""
+    """Function mode that repeats a failed operation with all tensors on one device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +57,7 @@ class _OneDevice(TorchFunctionMode):
 
 
 def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device for an operation on tensors of several devices: that of its output or its largest input."""
+    """Return the device on which to run an operation on tensors of several devices."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"].device  # type: ignore[no-any-return]
@@ -97,7 +97,7 @@ class _OneDeviceHooks:
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Add hooks to modules split across devices, so that operations on their tensors move these to one device."""
+    """Add hooks that move tensors of a module on several devices to one device."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -125,7 +125,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module whose forward is called: `module`, or the children of a `ModuleList` or `ModuleDict`."""
+    """Yield a module, or the children of a `ModuleList` or `ModuleDict`."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -141,7 +141,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Record of what `dispatch_model` changed in a model (hooks and moved weights), used to undo it."""
+    """Record of what `dispatch_model` changed in a model, used to undo it."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -153,7 +153,7 @@ class Placement:
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
-        """Make calls such as `model.to()` on the given modules raise an error until `remove` is called."""
+        """Make calls such as `model.to()` on the given modules raise an error."""
         kinds = {
             (tensor.dtype, where)
             for module, device in computes.items()
@@ -163,7 +163,10 @@ class Placement:
         self._guards.append(MoveGuard(computes, kinds))
 
     def remove(self) -> None:
-        """Remove all hooks, and move offloaded weights to CPU memory unless they are in the model's own files."""
+        """Remove the hooks, and move offloaded weights to CPU memory.
+
+        Weights in the model's own files stay there.
+        """
         self.stream.remove()
         for handle in self._handles:
             handle.remove()
@@ -285,10 +288,11 @@ def dispatch_model(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Distribute a model over devices, CPU memory and disk by a device map. The model's call is unchanged.
+    """Distribute a model over devices, CPU memory and disk by a device map.
 
-    Modules on disk, and modules on the CPU next to accelerators, are offloaded: their weights are copied to the main
-    device during the forward. Safetensors files that the model was loaded from are used in place.
+    The model's call is unchanged. Modules on disk, and modules on the CPU next to accelerators, are offloaded: their
+    weights are copied to the main device during the forward. Safetensors files that the model was loaded from are used
+    in place.
 
     Args:
         model: The model.
@@ -360,7 +364,7 @@ def load_checkpoint_and_dispatch(
     main_device: Device | None = None,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Load a checkpoint into a model, and distribute the model over devices, CPU memory and disk.
+    """Load a checkpoint into a model that is distributed over devices, CPU and disk.
 
     This combines `load_checkpoint_in_model` and `dispatch_model`.
 
@@ -429,7 +433,9 @@ def cpu_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters in CPU memory. Each forward copies them to a device, part by part.
+    """Keep a model's parameters in CPU memory.
+
+    Each forward copies them to a device, part by part.
 
     Args:
         model: The model.
@@ -456,10 +462,11 @@ def disk_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters on disk. Each forward reads them and copies them to a device.
+    """Keep a model's parameters on disk.
 
-    Parameters that were loaded from safetensors files with `device_map="disk"` are read from these files. Other
-    parameters are written to the folder. A model on the meta device gets its values from the folder.
+    Each forward reads them and copies them to a device. Parameters that were loaded from safetensors files with
+    `device_map="disk"` are read from these files. Other parameters are written to the folder. A model on the meta
+    device gets its values from the folder.
 
     Args:
         model: The model.
@@ -493,7 +500,7 @@ def group_offload(
     low_cpu_mem_usage: bool = False,
     offload_to_disk_path: Folder | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in CPU memory or on disk, and load them in groups during the forward.
+    """Keep a model's weights in CPU memory or on disk, and load them in groups.
 
     Args:
         model: The model.
@@ -611,7 +618,10 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Memory-map the named tensors from the offload folder, after writing those that are in no file yet."""
+    """Memory-map the named tensors from the offload folder.
+
+    Those that are in no file yet are written first.
+    """
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:

@@ -23,7 +23,9 @@ _SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
 
 
 def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
-    """Return the number of bytes per element of a dtype when packed: 0.5 for `int4`, 0.125 for `bool`.
+    """Return the number of bytes per element of a dtype when packed.
+
+    This is 0.5 for `int4` and 0.125 for `bool`.
 
     Args:
         dtype: The dtype, its name (also `"int4"`, `"nf4"` or `"fp8"`), or an enum member with such a value.
@@ -49,7 +51,9 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each parameter and buffer of a module. A shared tensor is yielded once.
+    """Yield the name and tensor of each parameter and buffer of a module.
+
+    A shared tensor is yielded once.
 
     Args:
         module: The module.
@@ -72,7 +76,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the size in bytes of each module, including its submodules, and of each tensor.
+    """Return the size in bytes of each module and of each tensor.
 
     Memory that several tensors share, fully or partly, is counted once, for the first of them.
 
@@ -112,7 +116,10 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Count the bytes of a tensor that are not recorded in `covered` yet, because tensors may share memory."""
+    """Count the bytes of a tensor that are not recorded in `covered` yet.
+
+    Tensors may share memory.
+    """
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -137,7 +144,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Return the size in bytes of the largest modules that must stay on one device, and the names of these modules.
+    """Return the bytes and names of the largest modules that must stay on one device.
 
     Args:
         modules: Names with modules, parameters or buffers.
@@ -166,7 +173,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return a model's size in bytes, and size and names of its largest modules that must stay on one device.
+    """Return a model's size, and size and names of its largest indivisible modules.
 
     Args:
         model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
@@ -286,7 +293,7 @@ def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], load
 
 
 class _DisjointUnits:
-    """Union-find structure that joins parts of a model that share weights, since these must be on one device."""
+    """Union-find structure that joins parts of a model that share weights."""
 
     def __init__(self, units: Collection[str]) -> None:
         self._groups = {name: [name] for name in units}
@@ -336,7 +343,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Measure the peak bytes of activations of each module in `units`, by a forward on the meta device."""
+    """Measure the peak bytes of activations of modules, on the meta device."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

@@ -12,7 +12,7 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Backtracking search that packs items (blocks of a model) into bins of limited size (devices)."""
+    """Backtracking search that packs blocks of a model into devices of limited size."""
 
     def __init__(
         self,
@@ -84,7 +84,9 @@ _FEW = 12
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a model that must be on one device as a whole: a module, or several modules that share weights.
+    """Part of a model that must be on one device as a whole.
+
+    It is a module, or several modules that share weights.
 
     Attributes:
         names: Names of the modules.
@@ -114,7 +116,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Result of the solver that computes device maps: the index of a device for each block of a model.
+    """Device of each block of a model, as the solver for device maps found it.
 
     Attributes:
         places: Budget index of each block.
@@ -148,7 +150,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the solver that computes device maps: the blocks of a model and the memory limit of each device."""
+    """Blocks of a model and memory limits of devices, for which to find a device map."""
 
     blocks: Sequence[Block]  # in execution order
     budgets: Sequence[Budget]  # in the order accelerators, host, disk
@@ -160,7 +162,7 @@ class Problem:
 
     @property
     def executors(self) -> list[int]:
-        """Indices of the devices that can run offloaded blocks: accelerators first, then the CPU."""
+        """Indices of the devices that can run offloaded blocks, accelerators first."""
         host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
         return [*self.accelerators, *host]
 
@@ -176,7 +178,7 @@ class Problem:
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
-        """Return the memory that a placement of the blocks takes on each device, together with its limit."""
+        """Return the memory that a placement takes on each device, with its limit."""
         weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
         largest = resident = 0
         for block, place in zip(self.blocks, placement.places, strict=True):
@@ -214,9 +216,10 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Assign the blocks of a model to devices within their memory limits. Return None if no assignment is found.
+    """Assign the blocks of a model to devices within their memory limits.
 
-    Blocks are offloaded to the CPU or disk only if the accelerators cannot hold all of them.
+    Returns None if no assignment is found. Blocks are offloaded to the CPU or disk only if the accelerators cannot hold
+    all of them.
     """
     placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
     if placement is not None and fill_gaps:
@@ -346,7 +349,7 @@ class _Filling:
 
 
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
-    """Find a placement that offloads as few bytes to the CPU or disk as possible, or return None if nothing fits."""
+    """Find a placement that offloads as few bytes as possible, or return None."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
     reserves = _reserves(problem)
     # For plain dicts, `dispatch_model` uses the first accelerator as the main device, so prefer such placements.

@@ -21,7 +21,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options for copying offloaded weights to the device during a forward, such as how many to prefetch.
+    """Options for copying offloaded weights to the device during a forward.
 
     Args:
         groups: `"block"` makes one group of each repeated block, and of each other module with weights of its own.
@@ -60,7 +60,7 @@ class _Mover(Protocol):
 
 
 class WeightStream:
-    """Transfer of a model's weights in groups, each of which is on the device only while its modules run.
+    """Transfer of a model's offloaded weights in groups, as its modules need them.
 
     On the CPU, weights are memory-mapped from their safetensors files and nothing is copied. On other devices, each
     group is copied while the previous one computes. Between forwards, all parameters are on the host and can be read
@@ -137,7 +137,7 @@ class WeightStream:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
     def _default_prefetch(self) -> int:
-        """Return how many groups to copy ahead by default: 0 if the device has no memory for two groups at once."""
+        """Return how many groups of weights to copy ahead by default."""
         memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
         if memory is None:
             return 1
@@ -192,7 +192,9 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Record that a module of a group has run. After the group's last module, free its weights on the device.
+        """Record that a module of a group has run.
+
+        After the group's last module, free its weights on the device.
 
         Args:
             number: Index of the group.
@@ -221,7 +223,10 @@ class WeightStream:
                 )
 
     def remove(self) -> None:
-        """Stop the offloading: remove all hooks and device copies. The weights stay in host memory or files."""
+        """Stop the offloading: remove all hooks and device copies.
+
+        The weights stay in host memory or files.
+        """
         self._mover.remove()
         for handle in self._handles:
             handle.remove()

@@ -15,7 +15,7 @@ from drivetrain.runtime.memory import wraps_others
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of a tensor's memory, which is equal for tensors that share it, such as tied weights.
+    """Return an identifier of a tensor's memory, equal for tensors that share it.
 
     Args:
         tensor: The tensor. It may be on the meta device.
@@ -42,7 +42,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
-    """Return groups of parameter names that refer to one shared weight, such as tied embeddings.
+    """Return groups of names of parameters that share a weight.
 
     Parameters are tied if they share memory, fully or partly. Parameters that a transformers model declares as tied
     count too, even if each currently has its own memory.
@@ -95,7 +95,7 @@ class _DisjointNames:
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:
-    """Return the tied weights that a transformers model declares, as a dict from tied name to source name."""
+    """Return a transformers model's tied weights, by tied name with the source name."""
     declared = getattr(model, "all_tied_weights_keys", None)
     return declared if isinstance(declared, Mapping) else {}
 
@@ -117,7 +117,9 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie parameters again after loading has separated them: a group's first one with values replaces the others.
+    """Tie parameters again after loading has separated them.
+
+    In each group, the first one with values replaces the others.
 
     Args:
         model: The model.
@@ -146,7 +148,7 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Move a parameter or buffer of a module to a device, optionally with a new value or dtype.
+    """Move a parameter or buffer of a module to a device, or set its value or dtype.
 
     A parameter keeps its class, its attributes and `requires_grad`. A value that is already on the device is not
     copied.
@@ -204,7 +206,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """Find a parameter or buffer by name: return its module's `_parameters` or `_buffers` dict, and its key there."""
+    """Find the dict and key under which a module has a parameter or buffer."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -233,7 +235,7 @@ def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
 
 
 def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> int | None:
-    """Return a tensor's memory address if `tied_params_map` lists it as the address of a tied weight, else None."""
+    """Return a tensor's memory address if it is that of a tied weight, else None."""
     if not tied_params_map or tensor.is_meta or wraps_others(tensor):
         return None
     address = tensor.data_ptr()

@@ -33,12 +33,18 @@ if TYPE_CHECKING:
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device and return it. Optimizers stay valid, as the parameters stay the same objects."""
+    """Move a model to a device and return it.
+
+    Optimizers stay valid, as the parameters stay the same objects.
+    """
     return move_in_place(model, device) if replaces_parameters(device) else model.to(device)
 
 
 def replaces_parameters(device: torch.device) -> bool:
-    """Return True if `Module.to` creates new parameters for this device, as on XLA and PrivateUse1 backends."""
+    """Return True if `Module.to` creates new parameters for this device.
+
+    XLA and PrivateUse1 backends do.
+    """
     # An empty parameter shows what the backend does.
     probe = nn.ParameterList([nn.Parameter(torch.empty(0))])
     before = probe[0]
@@ -51,12 +57,12 @@ def move_in_place(
     placed: Callable[[str, nn.Parameter], None] | None = None,
     moves: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> nn.Module:
-    """Move a model to a device inside its existing parameter objects, so that optimizers stay valid.
+    """Move a model to a device without replacing its parameter objects.
 
-    On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
-    earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
-    `placed`, if given, is called with the name and the parameter after each move. Tensors for which `moves` returns
-    False stay where they are.
+    Optimizers stay valid. On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying.
+    Optimizers built earlier would then step the old parameters. This function swaps the tensors inside the existing
+    objects instead. `placed`, if given, is called with the name and the parameter after each move. Tensors for which
+    `moves` returns False stay where they are.
     """
     for name, parameter in model.named_parameters():
         if moves(parameter) and not _is_on(parameter, device):
@@ -130,7 +136,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's rank, device and share of the data, and whether its samples and logged values are counted.
+    """This process's rank and device, and its share of data and metrics.
 
     Attributes:
         environment: Rank, local rank and world size of this process.
@@ -156,14 +162,14 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Return the topology for plain data parallelism: every process has the whole model and its own data."""
+        """Return the topology for plain data parallelism."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Return the topology of the process at `place` in a device mesh, as for tensor parallelism."""
+        """Return the topology of the process at `place` in a device mesh."""
         return cls(
             state.environment,
             state.kind,
@@ -184,17 +190,26 @@ class Topology:
 
     @property
     def computes_loss(self) -> bool:
-        """True on processes that compute the loss. With pipeline parallelism, these run the model's last stage."""
+        """True on processes that compute the loss.
+
+        With pipeline parallelism, these run the model's last stage.
+        """
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """True if totals include this process's samples. Among ranks with the same samples, one is counted."""
+        """True if totals include this process's samples.
+
+        Among ranks with the same samples, one is counted.
+        """
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if this process's logged values are counted in metrics. False if another rank logs the same values."""
+        """True if this process's logged values are counted in metrics.
+
+        False if another rank logs the same values.
+        """
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
@@ -221,7 +236,10 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over processes, where ranks with equal data count once. A collective call."""
+        """Return the sum of a tensor over processes, where ranks with equal data count once.
+
+        A collective call.
+        """
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
@@ -303,7 +321,7 @@ _OLD_STRATEGY = {
 
 
 class Gradients:
-    """Reduction, scaling and clipping of gradients, for strategies with whole gradients in `.grad`.
+    """Reduction, scaling and clipping of gradients that are complete in `.grad`.
 
     Gradients are complete after each backward pass. A strategy that reduces, shards or stores gradients differently
     uses a subclass.
@@ -314,7 +332,7 @@ class Gradients:
         _refuse_old_names(cls, _OLD_GRADIENTS)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes leave gradients unreduced, to accumulate them on each process.
+        """Return a context in which backward passes do not reduce gradients.
 
         Used for all but the last micro-batch of a gradient accumulation window.
 
@@ -328,10 +346,10 @@ class Gradients:
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Drop gradients that `zero_grad` cannot clear, since the strategy accumulates them outside of `.grad`."""
+        """Drop gradients that the strategy accumulates outside of `.grad`."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Wait for gradient reductions that still run, so that gradients can be read. Call it on all processes.
+        """Wait for gradient reductions that still run. A collective call.
 
         Args:
             optimizers: The optimizers that `prepare` returned, without a wrapper.
@@ -344,7 +362,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply the gradients of parameters by `factor` in place, or clamp each element to `[-bound, bound]`.
+        """Multiply gradients by a factor in place, or clamp their elements.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -355,7 +373,7 @@ class Gradients:
         scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor, bound)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping.
+        """Clip gradients to a total norm, and return the norm before clipping.
 
         Args:
             parameters: Parameters whose gradients are scaled in place.
@@ -372,7 +390,10 @@ class Gradients:
 def scale_tensors(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
 ) -> None:
-    """Multiply tensors by `factor` in place. If `bound` is given, clamp elements to `[-bound, bound]` instead."""
+    """Multiply tensors by `factor` in place.
+
+    If `bound` is given, clamp elements to `[-bound, bound]` instead.
+    """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -388,9 +409,9 @@ def scale_tensors(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average the gradients of parameters over all processes. A collective call.
+    """Average the gradients of parameters over all processes.
 
-    A gradient that is missing on some processes counts as zero there.
+    A collective call. A gradient that is missing on some processes counts as zero there.
 
     A parameter without a gradient on every process is left without one.
     """
@@ -412,14 +433,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise a `ConfigurationError`, because this strategy does not support one loss for each optimizer."""
+    """Raise an error, because the strategy does not support one loss per optimizer."""
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
     )
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return a loss of zero whose backward pass gives each trainable parameter a zero gradient."""
+    """Return a loss of zero that gives each trainable parameter a zero gradient."""
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
     # A product of 0 and an infinite or NaN parameter would be NaN.
@@ -434,7 +455,7 @@ IMPLEMENTATION = ("fused", "foreach")
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict in which parameters are referred to by name instead of by index.
+    """Return an optimizer's state dict with parameter names in place of indices.
 
     The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
     """
@@ -456,7 +477,7 @@ _first_names: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
 
 
 def record_names(model: nn.Module, optimizer: Optimizer) -> None:
-    """Record the names of an optimizer's parameters, to save the state of those that the model later replaces."""
+    """Record the names of an optimizer's parameters before the model replaces them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if all(each in names for each in held):
@@ -476,7 +497,7 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 
 def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer state dict in which parameters are referred to by name, as checkpoints store it."""
+    """Load an optimizer state dict in which parameters are referred to by name."""
     names = _names_of(model, optimizer)
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
@@ -497,7 +518,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return empty tensors in the structure of a saved optimizer state, into which a checkpoint is then read.
+    """Return empty tensors like those in a saved optimizer state, to be read into.
 
     A tensor with the shape of a sharded parameter is sharded like the parameter. Values other than tensors are copied.
     """
@@ -518,11 +539,11 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state tensors to their parameter's device, and give them its memory layout.
+    """Move an optimizer's state tensors to the device of their parameters.
 
-    Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset. For a
-    transposed or channels_last parameter, contiguous state would therefore update the wrong elements. State of float64
-    parameters is converted to float64.
+    They also get the parameters' memory layout. Checkpoints hold contiguous tensors. Torch's fused optimizers pair a
+    parameter and its state by memory offset. For a transposed or channels_last parameter, contiguous state would
+    therefore update the wrong elements. State of float64 parameters is converted to float64.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -562,9 +583,10 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """Return the class name of an optimizer or scheduler. None if DeepSpeed or drivetrain chose the class.
+    """Return the class name of the user's optimizer or scheduler, or None.
 
-    DeepSpeed's wrappers are removed first. Optimizers and schedulers of DeepSpeed and drivetrain are internal.
+    It is None if DeepSpeed or drivetrain chose the class. DeepSpeed's wrappers are removed first. Optimizers and
+    schedulers of DeepSpeed and drivetrain are internal.
     """
     while (package := type(item).__module__.partition(".")[0]) == "deepspeed" and hasattr(item, "optimizer"):
         item = item.optimizer
@@ -579,7 +601,7 @@ HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """Model and optimizer state dicts for checkpoints, for strategies with the whole model on each process.
+    """Model and optimizer state dicts of strategies with a whole model per process.
 
     A strategy that shards the model uses a subclass.
 
@@ -599,7 +621,7 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a prepared model's state dict, without prefixes of wrappers. All processes must call this.
+        """Return a prepared model's state dict, without wrappers. A collective call.
 
         Args:
             model: The model that `prepare` returned.
@@ -619,7 +641,7 @@ class ModelState:
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state dict for a checkpoint, with parameters referred to by name.
+        """Return an optimizer's state dict with parameter names, for a checkpoint.
 
         Args:
             model: The model that `prepare` returned.
@@ -651,10 +673,10 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters or shards that this process holds, by name. Changes to them change the model.
+        """Return this process's parameters or shards by name, not as copies.
 
-        Parameters gathered for a forward pass are freed first, so that the next forward pass uses the written values.
-        Call it again after `requires_grad` has changed on any parameter.
+        Changes to them change the model. Parameters gathered for a forward pass are freed first, so that the next
+        forward pass uses the written values. Call it again after `requires_grad` has changed on any parameter.
         """
         return dict(self.strategy.unwrap(model).named_parameters())
 
@@ -664,16 +686,19 @@ class ModelState:
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class as the user wrote it. FSDP replaces the class of each sharded module by a subclass."""
+    """Return a module's class as the user wrote it.
+
+    FSDP replaces the class of each sharded module by a subclass.
+    """
     # `fully_shard` puts its own subclasses in front of the module's class.
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """Replace the buffers in a state dict by those of rank 0. A collective call.
+    """Replace the buffers in a state dict by those of rank 0.
 
-    Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint would otherwise mix the
-    buffers of several ranks.
+    A collective call. Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint
+    would otherwise mix the buffers of several ranks.
     """
     for name, _ in model.named_buffers():
         if name in state:
@@ -696,7 +721,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run, given to the strategy, which raises an error for those that it does not support."""
+    """Settings of a run, which a strategy checks for those that it cannot support."""
 
     precision: Precision
     gradient_accumulation_steps: Given
@@ -707,12 +732,12 @@ class RunOptions:
 
 
 class SplitsSequences:
-    """Mixin for strategies with context parallelism, which split each sequence over several processes."""
+    """Mixin for strategies that split each sequence over several processes."""
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context for context parallelism in which tensors hold only this process's part of each sequence.
+        """Return a context in which tensors hold this process's part of each sequence.
 
         Args:
             buffers: Tensors that contain whole sequences.
@@ -723,10 +748,10 @@ class SplitsSequences:
 
 
 class JoinsUnevenInputs:
-    """Mixin for strategies that can train on while some processes have already run out of batches."""
+    """Mixin for strategies that can train on uneven numbers of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which processes may have different numbers of batches without a deadlock.
+        """Return a context in which processes may have different numbers of batches.
 
         Args:
             models: The models that `prepare` returned.
@@ -735,7 +760,7 @@ class JoinsUnevenInputs:
 
 
 class PlacesBatches:
-    """Mixin for strategies that move batches to devices themselves, for example split over several devices.
+    """Mixin for strategies that move batches to devices themselves.
 
     Attributes:
         batch_placement: The object that transfers batches.
@@ -745,7 +770,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class for moving batches to devices such as TPUs, which recompile for each new input shape.
+    """Base class for moving batches to devices such as TPUs.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -758,7 +783,7 @@ class BatchPlacement:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Finish the placement of an epoch's last batch, such as by starting its computation on the device."""
+        """Finish the placement of an epoch's last batch."""
         raise NotImplementedError
 
 
@@ -770,7 +795,7 @@ _OF_FEW: dict[str, type] = {
 
 
 class Strategy(ABC):
-    """Base class for strategies, which decide how a model is distributed over processes and how gradients are reduced.
+    """Base class of strategies, which distribute models and reduce gradients.
 
     The base class runs one model on one device, without communication between processes. A subclass overrides the steps
     that differ, such as `prepare`, `view` or `optimizer_step`. Register it under a name with `register_strategy`.
@@ -806,7 +831,7 @@ class Strategy(ABC):
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Adapt the strategy to this process's rank and device. Called once, before models are prepared.
+        """Adapt the strategy to this process's rank and device, before models are prepared.
 
         Pass a function to `state.before_leaving` to release objects that hold the process group alive.
 
@@ -821,7 +846,7 @@ class Strategy(ABC):
         self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
-        """Raise an error if the strategy does not support a setting of the run, such as gradient clipping.
+        """Raise an error if the strategy does not support a setting of the run.
 
         Called after `setup` and before a model is prepared.
 
@@ -835,13 +860,13 @@ class Strategy(ABC):
     # Model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to construct the model, for example on the meta device."""
+        """Return a context manager in which to construct the model."""
         return nullcontext()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Prepare a model and its optimizers: move, convert and shard or wrap the model as the strategy requires.
+        """Move, convert, and shard or wrap a model, and adapt its optimizers.
 
         Args:
             model: The user's model.
@@ -860,7 +885,7 @@ class Strategy(ABC):
         return placed, list(optimizers or ())
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module from a prepared model, without the wrappers that `prepare` has added.
+        """Return the user's module from a prepared model, without wrappers.
 
         Args:
             model: The model that `prepare` returned.
@@ -893,7 +918,7 @@ class Strategy(ABC):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward for all micro-batches of an optimizer step, by calling `step_fn` on each.
+        """Run forward and backward for all micro-batches of an optimizer step.
 
         Gradients are reduced across processes in the last micro-batch only.
 
@@ -914,7 +939,9 @@ class Strategy(ABC):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss. Override it if the strategy does not use `loss.backward()`.
+        """Compute the gradients of a loss.
+
+        Override it if the strategy does not use `loss.backward()`.
 
         Args:
             loss: The loss, already multiplied by the loss scale.
@@ -945,7 +972,7 @@ class Strategy(ABC):
 
 
 class OptimizerProxy(Optimizer):
-    """Base class for wrappers around an optimizer, whose parameter groups and state they share.
+    """Base class for wrappers that share an optimizer's parameter groups and state.
 
     A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
@@ -990,7 +1017,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies with several named sets of options, such as one DeepSpeed file for each model.
+    """Base class for strategies with several named sets of options.
 
     The selected configuration applies to the models that are prepared next.
     """
@@ -1008,7 +1035,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def select_configuration(self, name: str) -> None:
-        """Select the named set of options for the models that are prepared next. Others keep their options."""
+        """Select the named set of options for the models that are prepared next."""
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
@@ -1020,12 +1047,14 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return the name of a precision as the `mixed_precision` argument accepts it, such as `"bf16"`."""
+        """Return a precision's name as a `mixed_precision` argument, such as `"bf16"`."""
         raise NotImplementedError
 
 
 class StartsProcesses:
-    """Mixin for strategies that run each Trainer call, such as `fit`, in new processes, as notebooks need it.
+    """Mixin for strategies that run each Trainer call in new processes.
+
+    Notebooks need this.
 
     Attributes:
         within: Factory of the strategy that the started processes use.
@@ -1043,14 +1072,20 @@ class StartsProcesses:
 
 
 class ReducingWrapper(nn.Module):
-    """Base class for model wrappers that average gradients over processes during backward, like torch's DDP."""
+    """Base class for model wrappers that average gradients during backward, like DDP."""
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Prepare to reduce the gradients of a loss whose forward pass bypassed this wrapper. Call before backward."""
+        """Prepare to reduce the gradients of a loss computed outside of this wrapper.
+
+        Call it before the backward pass.
+        """
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a zero loss for a skipped batch. Its backward pass joins the gradient reduction of other processes."""
+        """Return a zero loss for a skipped batch.
+
+        Its backward pass joins the gradient reduction of other processes.
+        """
         raise NotImplementedError
 
     def require_reduced(self) -> None:
@@ -1064,7 +1099,7 @@ class ReducingWrapper(nn.Module):
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return the context for an evaluation: `torch.inference_mode()` if requested and supported, else `no_grad()`.
+    """Return the `torch.inference_mode()` or `no_grad()` context for an evaluation.
 
     Strategies that assemble the model from parts need `no_grad`. Inference tensors cannot be gathered or passed
     between pipeline stages.
@@ -1073,9 +1108,10 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times. None if unsupported.
+    """Return a context in which processes may run out of batches at different times.
 
-    Raise a `ConfigurationError` if every forward pass of the strategy is collective.
+    Returns None if the strategy does not support this. Raises a `ConfigurationError` if every forward pass of the
+    strategy is collective.
     """
     if isinstance(strategy, JoinsUnevenInputs):
         return strategy.join(models)
@@ -1088,9 +1124,10 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a loss of zero for a skipped batch. Its backward pass joins the reduction of gradients.
+    """Return a loss of zero for a skipped batch.
 
-    Raise a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
+    Its backward pass joins the reduction of gradients. Raises a `ConfigurationError` if the strategy also needs the same
+    number of forward passes on all processes.
     """
     if strategy.needs_even_batches:
         raise ConfigurationError(

@@ -69,7 +69,7 @@ class Single(Strategy):
 
 
 class Spawned(Single, StartsProcesses):
-    """Strategy of a script or notebook that starts new processes for each Trainer call such as `fit`.
+    """Strategy that starts new processes for each Trainer call such as `fit`.
 
     The main process computes nothing. It receives the weights of the first process when the call has ended.
     """
@@ -107,7 +107,7 @@ _NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bool = False) -> None:
-    """Register a strategy of your own under a name, which `Trainer(strategy=name)` then accepts.
+    """Register a strategy under a name for `Trainer(strategy=name)`.
 
     Args:
         name: The name.
@@ -147,7 +147,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Return the class of a built-in strategy by its name. Imports the strategy's module only at this point."""
+    """Return the class of a built-in strategy by its name.
+
+    The strategy's module is imported only at this point.
+    """
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
@@ -183,7 +186,7 @@ def available_strategies() -> list[str]:
 
 
 def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKind | None = None) -> Strategy:
-    """Return the strategy that a name such as `"fsdp"` stands for. A `Strategy` object is returned unchanged.
+    """Return the strategy that a name such as `"fsdp"` stands for.
 
     Args:
         spec: A registered name, a `Strategy`, or `"auto"`, which selects `"ddp"` for several processes and `"single"`
@@ -233,7 +236,9 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a `DDP` strategy with the given options. In a run with one process, return the default strategy.
+    """Return a `DDP` strategy with the given options.
+
+    A run with one process gets the default strategy.
 
     Args:
         spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.
@@ -258,7 +263,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """Return this process's index along one dimension of the device mesh, such as `dp_replicate`.
+    """Return this process's index along one dimension of the device mesh.
 
     Without a mesh, all processes lie along `dp_replicate`, and the index in other dimensions is 0.
     """

@@ -14,10 +14,10 @@ ATTACHES_PRESENCE = "attaches_presence"
 
 
 class StepModule(nn.Module):
-    """Wrapper that runs task methods such as `training_step` in its `forward`, so that DDP can reduce gradients.
+    """Module that runs task methods such as `training_step` in its `forward`.
 
-    Wrappers such as DDP hook into `forward`, so a step that runs through this module takes part in gradient reduction.
-    If the first argument is not a function, the task's own `forward` runs.
+    DDP can then reduce their gradients. Wrappers such as DDP hook into `forward`, so a step that runs through this
+    module takes part in gradient reduction. If the first argument is not a function, the task's own `forward` runs.
 
     Args:
         task: The module that owns the step functions.

@@ -20,7 +20,7 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """Return the submodules that FSDP shards separately (units), selected by the `wrap` option, innermost first.
+    """Return the submodules that FSDP shards separately, innermost first.
 
     `option` is the name of the user's argument, for error messages.
     """
@@ -53,7 +53,7 @@ def _innermost_first(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return True if a module can be called. Containers such as `ModuleList` have no `forward`."""
+    """Return True if a module can be called, as a `ModuleList` cannot."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
@@ -120,7 +120,10 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return the modules with at least `least` parameters outside of other returned modules, to shard by FSDP."""
+    """Return the modules that are large enough for FSDP to shard separately.
+
+    `least` counts parameters outside of other returned modules.
+    """
     if least < 1:
         raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -145,7 +148,7 @@ def classes_of(model: nn.Module) -> str:
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the FSDP units that share (tie) no parameters with other modules. Others are left out.
+    """Return the FSDP units that share no parameters with other modules.
 
     Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     """

@@ -16,7 +16,7 @@ _PIECES = 16  # a weight is quantized in this many pieces, since each needs up t
 
 
 class Quantizer(ABC):
-    """Base class of quantizers, which replace linear layers by layers with weights of fewer bits.
+    """Base class of quantizers, which replace linear layers by layers of fewer bits.
 
     Subclasses become available by name with `register_quantizer`.
 
@@ -30,14 +30,16 @@ class Quantizer(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check that the quantizer's package is installed and supports this machine. Raise an error otherwise.
+        """Raise an error if the quantizer's package is missing or cannot run here.
 
         Raises:
             ConfigurationError: It is not. The message names the package to install.
         """
 
     def takes(self, module: nn.Module) -> bool:
-        """Return True if the quantizer can quantize a module. By default, only exact `nn.Linear` modules.
+        """Return True if the quantizer can quantize a module.
+
+        By default, only exact `nn.Linear` modules.
 
         Args:
             module: The module.
@@ -46,7 +48,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Return a quantized layer with the given weight, to replace a linear layer in the model.
+        """Return a quantized layer with the given weight, to replace a linear layer.
 
         Args:
             layer: The layer. Its bias is used unchanged.
@@ -65,7 +67,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Convert a quantized layer to plain tensors and strings, which a safetensors file can store.
+        """Convert a quantized layer to plain tensors and strings for a safetensors file.
 
         Args:
             layer: The layer.
@@ -78,7 +80,7 @@ class Quantizer(ABC):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Rebuild a quantized layer from the tensors and texts of a file. This is the inverse of `saved`.
+        """Rebuild a quantized layer from the tensors and texts of a file.
 
         Args:
             layer: The layer to replace.
@@ -88,7 +90,7 @@ class Quantizer(ABC):
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Return True if the names of a layer's tensors in a checkpoint show that it is already quantized.
+        """Return True if a layer's tensor names in a checkpoint are those of a quantized one.
 
         Args:
             names: Names of a layer's tensors in the file, without the bias.
@@ -103,7 +105,7 @@ class Quantizer(ABC):
         """
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the inner tensors of a quantized weight, such as packed values and scales, for FSDP to shard.
+        """Return the inner tensors of a quantized weight, such as values and scales.
 
         Args:
             layer: The layer.
@@ -124,7 +126,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return the constructor arguments that recreate this quantizer, as a dict of plain values."""
+        """Return the constructor arguments that recreate this quantizer."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
@@ -156,7 +158,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Describe the quantization of a tensor and its inner tensors as strings, so that tensors can be compared."""
+    """Describe how a tensor and its inner tensors are quantized, for comparisons."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -212,7 +214,9 @@ _registered: dict[str, type[Quantizer]] = {}
 
 
 def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
-    """Register a quantizer class, so that users can select it by its `name`. Also a class decorator.
+    """Register a quantizer class, so that users can select it by its `name`.
+
+    Also a class decorator.
 
     Args:
         kind: The class. Its name must not be in use.
@@ -230,7 +234,9 @@ def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
 
 
 def get_quantizer(given: str | Quantizer) -> Quantizer:
-    """Return the quantizer with the given name, such as `"nf4"`. A quantizer object is returned unchanged.
+    """Return the quantizer with the given name, such as `"nf4"`.
+
+    A quantizer object is returned unchanged.
 
     Args:
         given: `"nf4"`, `"fp4"` or `"int8"` (bitsandbytes), `"int8wo"`, `"int8dq"`, `"int4wo"`, `"float8wo"` or

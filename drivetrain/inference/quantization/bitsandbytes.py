@@ -21,9 +21,10 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(eq=True, repr=False)
 class BitsAndBytes(Quantizer):
-    """Quantizer that replaces linear layers by 4-bit (`nf4`, `fp4`) or 8-bit (LLM.int8) bitsandbytes layers.
+    """Quantizer that replaces linear layers by 4-bit or 8-bit bitsandbytes layers.
 
-    Source: Dettmers et al., "LLM.int8()" (2022) and "QLoRA" (2023).
+    The 4-bit types are `nf4` and `fp4`. The 8-bit type is LLM.int8. Source: Dettmers et al., "LLM.int8()" (2022) and
+    "QLoRA" (2023).
 
     Args:
         bits: 4 or 8.

@@ -31,7 +31,7 @@ Map = Mapping[str, torch.device | str | int]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Description of a quantized model, stored with the model: the quantizer and the names of the quantized layers.
+    """Quantizer of a model and the names of its quantized layers.
 
     Attributes:
         quantizer: The quantizer.
@@ -52,7 +52,7 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model, and quantize each linear layer as soon as its weight is read.
+    """Load a checkpoint into a model, and quantize each linear layer when it is read.
 
     The full unquantized model is never in memory. If the map uses accelerators, layers on the CPU or on disk are not
     quantized. If it uses none, layers on the CPU are.
@@ -103,7 +103,7 @@ def quantize_model(
     keep_in_fp32_modules: Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Quantize the linear layers of a model in place, optionally while a checkpoint is loaded.
+    """Quantize the linear layers of a model in place.
 
     Args:
         model: The model to change.
@@ -183,12 +183,15 @@ def default_skips(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return True if a module has one of the given names or is inside of one, as `model.h.0.mlp` is inside of `h.0`."""
+    """Return True if a module, or one that contains it, has one of the given names."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
 def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
-    """Quantize the linear layer `name` of a model. Return the names of the checkpoint weights that were used."""
+    """Quantize one linear layer of a model.
+
+    Returns the names of the checkpoint weights that were used.
+    """
     layer: Any = model.get_submodule(name)
     texts: dict[str, str] = {}
     if source is None:
@@ -239,7 +242,7 @@ def _convert(
 
 
 def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> list[str]:
-    """Save a quantized model as safetensors files and a JSON file that describes the quantization.
+    """Save a quantized model as safetensors files, with a description in JSON.
 
     Args:
         model: A model from `quantize_model`, `load_and_quantize_model` or `load_quantized`.
@@ -283,7 +286,9 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shar
 
 
 def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_map: Any = None) -> nn.Module:
-    """Load the files written by `save_quantized` into a model, without the original weights.
+    """Load the files that `save_quantized` has written into a model.
+
+    The original weights are not needed.
 
     Args:
         model: The unquantized model, usually built under `init_empty_weights`.

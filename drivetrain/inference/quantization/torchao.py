@@ -35,7 +35,7 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(eq=True, repr=False)
 class TorchAO(Quantizer):
-    """Quantizer for linear layers that uses a weight format of torchao, such as 8-bit integers.
+    """Quantizer for linear layers with torchao's weight formats, such as 8-bit integers.
 
     Args:
         scheme: `"int8wo"` (8-bit weights), `"int8dq"` (8-bit weights and dynamically quantized inputs), `"int4wo"`,

@@ -45,9 +45,10 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook that averages a bucket of gradients in bfloat16. Return a future of the result.
+    """DDP communication hook that averages a bucket of gradients in bfloat16.
 
-    Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
+    It returns a future of the result. Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can
+    reduce bfloat16 (torch 2.13).
     """
     group = group or dist.group.WORLD
     # Divided before the reduction, like in torch's own compression hooks.
@@ -66,7 +67,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Make a DDP module compress gradients by the hook with the given name, such as `"fp16"` or `"powersgd"`."""
+    """Make a DDP module compress gradients by a hook such as `"fp16"` or `"powersgd"`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -118,10 +119,10 @@ def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook that compresses a whole bucket of gradients with PowerSGD, as one square matrix.
+    """DDP communication hook that compresses a bucket of gradients as one matrix.
 
-    Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function that
-    orthogonalizes a batch of matrices (torch 2.13).
+    It uses PowerSGD. Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function
+    that orthogonalizes a batch of matrices (torch 2.13).
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -139,7 +140,7 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a DDP communication hook so that gradients are cast to `dtype` for it, and cast back afterwards."""
+    """Wrap a DDP communication hook so that gradients are cast to `dtype` for it."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
@@ -157,7 +158,7 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
 
 
 def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Register a user's function `(state, bucket) -> Future` as the communication hook of a DDP module.
+    """Register a user's function as the communication hook of a DDP module.
 
     The lambda hides the function's annotations. Torch compares them with its classes, and under `from __future__ import
     annotations` they are strings, which never match.
@@ -166,7 +167,7 @@ def register_function_hook(model: parallel.DistributedDataParallel, hook: Callab
 
 
 class DDP(Strategy, JoinsUnevenInputs):
-    """Data parallelism: each process holds the whole model, and gradients are averaged during backward.
+    """Data parallelism, with the whole model on each process and averaged gradients.
 
     Args:
         find_unused_parameters: Search each forward pass for parameters that do not contribute to the loss. After ten
@@ -329,7 +330,10 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a step that ran out of memory can be run again, so without `comm_hook` and `sync_batchnorm`."""
+        """True if a step that ran out of memory can be run again.
+
+        It cannot with `comm_hook` or `sync_batchnorm`.
+        """
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -342,7 +346,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Destroy the DDP modules' gradient reducers before the process group. The other order may hang at exit.
+        """Destroy the DDP modules' gradient reducers before the process group.
 
         A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
         needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
@@ -379,7 +383,7 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradient operations for `DDP`, such as turning off the reduction while micro-batches accumulate."""
+    """Gradient operations for models wrapped in DDP."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -398,7 +402,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """State dicts for checkpoints under `DDP`, after a check that all processes have equal models."""
+    """State dicts under `DDP`, after a check that all processes have equal models."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)

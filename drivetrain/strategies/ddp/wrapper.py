@@ -36,7 +36,7 @@ _UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Check during the first steps of whether DDP needs the costly `find_unused_parameters`."""
+    """Check of whether DDP needs the costly `find_unused_parameters`."""
 
     def __init__(
         self,
@@ -61,7 +61,10 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Record which parameters DDP found used in a step. Return True after enough steps."""
+        """Record which parameters DDP found used in a step.
+
+        Returns True after enough steps.
+        """
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -72,7 +75,10 @@ class UnusedSearch:
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """Return the indices of parameters that no step used. None if steps or processes used different parameters."""
+        """Return the indices of parameters that no step used.
+
+        Returns None if steps or processes used different parameters.
+        """
         assert self._fewest is not None
         assert self._most is not None
         fewest, most, everyone = self._fewest.tolist(), self._most.tolist(), dist.get_world_size()
@@ -81,7 +87,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Decide whether DDP can stop searching for unused parameters. Return their indices, or None if it cannot."""
+        """Return the unused parameters that DDP can exclude, or None if it must search on."""
         never = self.never_used()
         if never is None:
             return None
@@ -139,7 +145,7 @@ _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
-    """Torch's DDP module, which can also handle parameters that are frozen or unfrozen during training.
+    """Torch's DDP module, whose parameters can be frozen and unfrozen in training.
 
     Torch reduces the parameters that required gradients at construction, and ignores later changes. This class rebuilds
     the reducer if other parameters require gradients.
@@ -221,7 +227,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._ends_search, self._watches = ends, True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a DDP communication hook. It stays registered if the gradient reducer is built again."""
+        """Register a DDP communication hook.
+
+        It stays registered if the gradient reducer is built again.
+        """
         super().register_comm_hook(state, hook)
         self._hook = (state, hook)
 
@@ -367,7 +376,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     @property
     def has_own_hook(self) -> bool:
-        """True if the user registered a communication hook. Then models on different processes may differ."""
+        """True if the user registered a communication hook.
+
+        Then models on different processes may differ.
+        """
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
@@ -378,7 +390,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return [*self.reduced, *(named[each] for each in (*ignored, *left_out) if each in named)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of the user's module with their names, without prefixes of wrappers."""
+        """Return the parameters of the user's module with their names."""
         module: nn.Module = self.module
         return list((module.task if isinstance(module, StepModule) else module).named_parameters())
 
@@ -429,7 +441,7 @@ _ADVICE = {
 
 
 class DriftCheck:
-    """Check before every n-th optimizer step that all processes have equal parameters and gradients.
+    """Check before every n-th step that all processes have equal parameters.
 
     The first step is checked, too. The norm and the sum of each tensor are compared with one all-reduce.
     """
@@ -439,13 +451,13 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step. Return True for every n-th one, when processes must compare their models."""
+        """Count an optimizer step, and return True for every n-th one."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Restart an optimizer's step count, so that processes are compared before its next step."""
+        """Restart an optimizer's step count, so that its next step is compared."""
         self._left.pop(optimizer, None)
 
     @contextmanager
@@ -461,7 +473,10 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Raise if the named parameters or their gradients differ between processes. A collective call."""
+        """Raise an error if parameters or gradients differ between processes.
+
+        A collective call.
+        """
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -499,7 +514,7 @@ class Held:
 
 
 class Copies:
-    """Registry of a run's DDP modules, to check that the copies of a model on all processes stay equal.
+    """Registry of a run's DDP modules, to check that all copies of a model stay equal.
 
     Attributes:
         wrapped: The DDP modules.
@@ -584,7 +599,7 @@ class Copies:
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Raise if a model's parameters differ between processes. Called before a checkpoint is saved.
+        """Raise an error if a model's parameters differ between processes.
 
         All processes must call this.
         """

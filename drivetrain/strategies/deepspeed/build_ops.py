@@ -13,7 +13,10 @@ from drivetrain.strategies.deepspeed.ops import BUILDERS, SHARED_MEMORY, build, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile DeepSpeed operators, or print with `--status` which are compiled. Return the exit code."""
+    """Compile DeepSpeed operators, or print with `--status` which are compiled.
+
+    Returns the exit code.
+    """
     parser = argparse.ArgumentParser(description="Build DeepSpeed's compiled operators ahead of time.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BUILDERS)}; what helps on this machine if none")
     parser.add_argument("--status", action="store_true", help="only say which are built")

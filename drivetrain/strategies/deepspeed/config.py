@@ -57,7 +57,7 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `deepspeed_config` section of a launcher's file to keyword arguments of `DeepSpeed`.
+    """Convert a launcher's `deepspeed_config` section to arguments of `DeepSpeed`.
 
     Raise `ConfigurationError` if a key is unknown. Options of DeepSpeed's own launcher are ignored with a warning.
     """
@@ -120,7 +120,7 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed(kind: str) -> Any:
-    """Import and return the deepspeed package, set up for the given device type, such as `"cuda"`.
+    """Import the deepspeed package, and set it up for a device type.
 
     Raise `ConfigurationError` if the package is not installed, or was imported earlier for another kind.
     """
@@ -148,7 +148,7 @@ def import_deepspeed(kind: str) -> Any:
 
 
 class DummyOptim(Optimizer):
-    """Placeholder for the optimizer in the `"optimizer"` section of the DeepSpeed configuration.
+    """Placeholder for the optimizer that a DeepSpeed configuration defines.
 
     The arguments replace `"auto"` values in that section.
 
@@ -164,7 +164,10 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise `ConfigurationError`: a placeholder cannot step. Step the optimizer that `prepare` returns instead."""
+        """Raise `ConfigurationError`, because a placeholder cannot step.
+
+        Step the optimizer that `prepare` returns.
+        """
         raise ConfigurationError(
             "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
             "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
@@ -172,7 +175,7 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Placeholder for the learning rate scheduler in the `"scheduler"` section of the DeepSpeed configuration.
+    """Placeholder for the scheduler that a DeepSpeed configuration defines.
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
@@ -202,7 +205,7 @@ class DummyScheduler:
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because the DeepSpeed engine steps the real scheduler with each optimizer step."""
+        """Do nothing, because the DeepSpeed engine steps the real scheduler."""
 
     def get_last_lr(self) -> list[float]:
         """Return the current learning rate of each parameter group, as a list of floats."""
@@ -216,7 +219,10 @@ class DummyScheduler:
         return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state dict of the engine's scheduler. Does nothing before `prepare` or if the dict is empty."""
+        """Load the state dict of the engine's scheduler.
+
+        Does nothing before `prepare` or if the dict is empty.
+        """
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state)
 
@@ -332,7 +338,7 @@ def _at(config: Any, path: str) -> Any:
 
 @dataclass
 class Known:
-    """Facts about a run, such as its world size, to fill in `"auto"` and missing values of a configuration.
+    """Facts about a run that fill in missing values of a DeepSpeed configuration.
 
     Attributes:
         world_size: Number of processes.
@@ -352,7 +358,7 @@ class Known:
 
 
 def complete(config: Config, known: Known) -> Config:
-    """Return a copy of a DeepSpeed configuration with missing and `"auto"` values filled in from the run.
+    """Return a DeepSpeed configuration with missing and `"auto"` values filled in.
 
     Raise `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
     """
@@ -409,7 +415,7 @@ def _keep_optimizer(config: Config, optimizer: Optimizer) -> None:
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage that a DeepSpeed configuration sets, or None if the stage is missing or `"auto"`."""
+    """Return the ZeRO stage of a DeepSpeed configuration, or None if it is open."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else _whole(found)
 
@@ -419,13 +425,13 @@ def _whole(value: Any) -> Any:
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the precision that a DeepSpeed configuration enables, or None if it enables none or several."""
+    """Return the precision that a DeepSpeed configuration enables, or None."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:
-    """Return the maximum gradient norm in a DeepSpeed configuration, or None if it does not clip gradients."""
+    """Return the maximum gradient norm in a DeepSpeed configuration, or None."""
     found = config.get("gradient_clipping")
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
@@ -446,7 +452,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in and check a DeepSpeed configuration's batch sizes, with which DeepSpeed only counts samples.
+    """Fill in and check the batch sizes of a DeepSpeed configuration.
 
     The data loaders determine the actual batch sizes. Raise `ConfigurationError` if the given values conflict.
     """
@@ -620,7 +626,7 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Merge the arguments of `DeepSpeed` into the user's configuration, given as a dict, path or JSON text, or None.
+    """Merge the arguments of `DeepSpeed` into the user's configuration.
 
     Return the merged dict and the ZeRO stage. Raise `ConfigurationError` if an argument and the configuration set
     different values, or an option is invalid.
@@ -649,7 +655,7 @@ def build_config(
 
 
 def check_zero_options(config: Config) -> None:
-    """Raise `ConfigurationError` if `zero_optimization` has a key that the installed DeepSpeed does not know."""
+    """Raise an error if `zero_optimization` has a key that DeepSpeed does not know."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -672,10 +678,10 @@ _COMMON = ("device", "enabled", "params", "type")
 
 @contextmanager
 def explain_rejection(config: Config) -> Iterator[None]:
-    """Convert the errors with which DeepSpeed rejects a configuration to a `ConfigurationError` of one line.
+    """Context manager that makes DeepSpeed's configuration errors readable.
 
-    The message has the key and DeepSpeed's words. Errors from outside DeepSpeed, torch and pydantic are not changed,
-    nor are those of a resource, such as memory.
+    It raises a `ConfigurationError` of one line. The message has the key and DeepSpeed's words. Errors from outside
+    DeepSpeed, torch and pydantic are not changed, nor are those of a resource, such as memory.
     """
     try:
         yield
@@ -794,7 +800,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """Options of the `DeepSpeed` strategy: a DeepSpeed configuration, and settings that its format lacks.
+    """Options of the `DeepSpeed` strategy, with its DeepSpeed configuration.
 
     Attributes:
         config: The configuration, in which `"auto"` values are not yet filled in.
@@ -817,5 +823,5 @@ class Settings:
 
     @property
     def without_training(self) -> Config:
-        """Copy of the configuration without optimizer and scheduler sections, for models that are only evaluated."""
+        """Copy of the configuration for models that are only evaluated."""
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

@@ -60,7 +60,10 @@ class Participation:
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise `ConfigurationError` if a parameter was unfrozen after `prepare`, which DeepSpeed would ignore."""
+        """Raise an error if a parameter was unfrozen after `prepare`.
+
+        DeepSpeed would ignore it.
+        """
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
@@ -72,9 +75,9 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters that received no gradient on any process since the last step. A collective call.
+        """Return the parameters without a gradient on any process since the last step.
 
-        The record is then cleared for the next step.
+        A collective call. The record is then cleared for the next step.
         """
         # A gradient on any process is averaged over all, so that the parameter counts as used everywhere.
         seen = reduce(self._seen.to(self._device), "max").tolist()
@@ -118,7 +121,10 @@ class Participation:
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Restart the record for a loaded checkpoint. Parameters in `without_state` count as never stepped."""
+        """Restart the record for a loaded checkpoint.
+
+        Parameters in `without_state` count as never stepped.
+        """
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
@@ -131,7 +137,7 @@ class Participation:
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the names that parameters have in a model. Parameters that do not belong to the model are left out."""
+    """Return the names of those of the given parameters that are in a model."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 
@@ -144,13 +150,13 @@ def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Return up to `most` names as text for an error message, followed by the number of further names."""
+    """Join names for an error message, with a number in place of long lists."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 class TrainedModel:
-    """Prepared model with its DeepSpeed engine, its optimizer and the state of its accumulated gradients.
+    """Prepared model with its DeepSpeed engine and optimizer.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.
@@ -182,7 +188,7 @@ class TrainedModel:
 
     @property
     def is_low_precision(self) -> bool:
-        """True if the engine has float32 master weights, and the model's parameters are in bfloat16 or float16."""
+        """True if the model trains in bfloat16 or float16 with float32 master weights."""
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
@@ -208,7 +214,7 @@ class TrainedModel:
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Record that the engine has no accumulated gradients, after a step has used them or they were dropped."""
+        """Record that the engine has no accumulated gradients any more."""
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
@@ -216,7 +222,10 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine's optimizer, but leave parameters without a gradient unchanged. A collective call."""
+        """Step the engine's optimizer, but leave parameters without gradients unchanged.
+
+        A collective call.
+        """
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -245,7 +254,10 @@ class Engines:
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Destroy the engine from a model's earlier `prepare`, so that its hooks do not affect a new engine."""
+        """Destroy the engine from a model's earlier `prepare`.
+
+        Its hooks would affect the new engine.
+        """
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
@@ -256,14 +268,14 @@ class Engines:
         self._trained.clear()
 
     def find(self, model: nn.Module) -> TrainedModel | None:
-        """Return the `TrainedModel` of a prepared or original module, or None if the module has no DeepSpeed engine."""
+        """Return the `TrainedModel` of a prepared or original module, or None."""
         for trained in self._trained:
             if model is trained.engine or model is trained.bare or model is trained.engine.module:
                 return trained
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """Return the `TrainedModel` of a module. Raise `ConfigurationError` if the module has no DeepSpeed engine."""
+        """Return the `TrainedModel` of a module, or raise an error if there is none."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
@@ -272,7 +284,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the model whose DeepSpeed engine steps an optimizer. Raise `ConfigurationError` if there is none."""
+        """Return the model that an optimizer trains with a DeepSpeed engine."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -302,7 +314,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """Optimizer that `prepare` returns in place of the user's optimizer. Its `step` steps the DeepSpeed engine.
+    """Optimizer that `prepare` returns, and that steps a DeepSpeed engine.
 
     Parameter groups, options and state are those of the optimizer inside the engine.
     """
@@ -313,13 +325,13 @@ class EngineOptimizer(OptimizerProxy):
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """Optimizer inside the engine: the user's, or the one that the DeepSpeed configuration defines."""
+        """Optimizer inside the engine, given by the user or by the configuration."""
         trained: TrainedModel = self.trained
         return trained.layout.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the engine's optimizer, which list the model's parameters instead of flat tensors."""
+        """Parameter groups with the model's parameters in place of flat tensors."""
         names = self.trained.groups
         parameters = self.trained.parameters
         return _FixedList(
@@ -344,14 +356,17 @@ class EngineOptimizer(OptimizerProxy):
             setattr(self.optimizer, name, value)  # such as the step counter that schedulers attach
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the engine's accumulated gradients. `set_to_none` has no effect."""
+        """Drop the engine's accumulated gradients.
+
+        `set_to_none` has no effect.
+        """
         self.trained.discard_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         self.trained.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise `ConfigurationError`, because DeepSpeed cannot train parameters that are added after `prepare`."""
+        """Raise `ConfigurationError`, because DeepSpeed cannot train parameters added later."""
         given = param_group["params"]
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
@@ -409,7 +424,7 @@ class _Group(dict[str, Any]):
 
 
 def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """Return the norm of the parameters' gradients over all processes, as a scalar tensor. A collective call."""
+    """Return the norm of gradients over all processes. A collective call."""
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
@@ -431,12 +446,12 @@ def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients that a DeepSpeed engine holds for the given parameters by a factor."""
+    """Multiply the gradients that a DeepSpeed engine holds by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 
 def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp each element of the given parameters' gradients to the range from `-value` to `value`."""
+    """Clamp the gradients that a DeepSpeed engine holds to `[-value, value]`."""
     bound = value * trained.layout.loss_scale
 
     def clamp(gradients: list[Tensor]) -> None:

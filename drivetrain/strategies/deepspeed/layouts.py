@@ -27,7 +27,7 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Base class for access to the gradients, master weights and optimizer state that a DeepSpeed engine stores.
+    """Access to the gradients, master weights and state in a DeepSpeed engine.
 
     Attributes:
         replicated: True if each process holds full gradients, so that norms are not summed over processes.
@@ -52,7 +52,7 @@ class Layout(ABC):
 
     @abstractmethod
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Return the reduced gradients of parameters, or this process's parts of them if gradients are sharded.
+        """Return the reduced gradients of parameters, or this process's shards of them.
 
         Parameters without a part on this process are left out. Call `commit` after changing the tensors in place.
         """
@@ -69,11 +69,17 @@ class Layout(ABC):
 
     @abstractmethod
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
-        """Gather the full master weight of a parameter, or its optimizer state `key`. A collective call."""
+        """Gather the full master weight or optimizer state of a parameter.
+
+        A collective call. `key` names the state. None is the master weight.
+        """
 
     @abstractmethod
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Set a parameter's master weight, or its optimizer state `key`, to this process's part of a full tensor."""
+        """Set this process's part of a parameter's master weight or optimizer state.
+
+        `value` is the full tensor. `key` names the state. None is the master weight.
+        """
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
@@ -113,7 +119,7 @@ class Layout(ABC):
         """Zero the gradient buffers that DeepSpeed keeps after a step."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
-        """Return True if a parameter's update depends on a step count that other parameters share, as in Adam."""
+        """Return True if a parameter shares a step count with others, as in Adam."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
         return any(
@@ -169,7 +175,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Layout of ZeRO stage 0 in full precision, where model, optimizer and gradients are ordinary PyTorch objects."""
+    """Layout of ZeRO stage 0 in full precision, with ordinary PyTorch objects."""
 
     replicated = True
 
@@ -208,7 +214,7 @@ class PlainLayout(Layout):
 
 
 class MasterLayout(PlainLayout):
-    """Layout of ZeRO stage 0 in low precision, where each process holds a full float32 copy of every parameter."""
+    """Layout of ZeRO stage 0 in low precision, with full float32 copies."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -234,7 +240,7 @@ class MasterLayout(PlainLayout):
 
 
 class FlatLayout(Layout):
-    """Layout of ZeRO stages 1 and 2, where each parameter group is one flat tensor, sliced over the processes."""
+    """Layout of ZeRO stages 1 and 2, with one flat tensor per parameter group."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -328,7 +334,7 @@ class FlatLayout(Layout):
 
 
 class PartitionedLayout(Layout):
-    """Layout of ZeRO stage 3, where each process holds a part of every parameter, gradient and optimizer state."""
+    """Layout of ZeRO stage 3, with parameters split over the processes."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -419,7 +425,7 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """Return the `Layout` that matches how a DeepSpeed engine stores gradients and optimizer state."""
+    """Return the `Layout` that fits a DeepSpeed engine."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

@@ -42,7 +42,7 @@ _LONGEST_BUILD = 3600.0
 
 
 def build_root() -> Path:
-    """Return the folder in which torch compiles C++ extensions, with one subfolder for each DeepSpeed operator."""
+    """Return the folder in which torch compiles C++ extensions."""
     extension = importlib.import_module("torch.utils.cpp_extension")
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
@@ -63,7 +63,10 @@ def is_built(name: str) -> bool:
 
 
 def check_locks(names: Sequence[str]) -> None:
-    """Raise `ConfigurationError` if an interrupted build has left a lock for which DeepSpeed would wait forever."""
+    """Raise an error if an interrupted build has left a lock.
+
+    DeepSpeed would wait for it forever.
+    """
     for name in names:
         lock = build_root() / name / "lock"
         if is_stale(lock):
@@ -87,7 +90,7 @@ def is_stale(lock: Path) -> bool:
 
 
 def _is_open(path: Path) -> bool | None:
-    """Return True if a process on this machine has the file open, or None if this cannot be determined."""
+    """Return True if a process of this machine has a file open, or None if unknown."""
     processes = Path("/proc")
     if not (processes / "self" / "fd").is_dir():
         return None
@@ -108,7 +111,7 @@ def _is_open(path: Path) -> bool | None:
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Set, within the context, whether DeepSpeed loads its shared-memory operator for communication on the CPU.
+    """Set whether DeepSpeed communicates through shared memory on the CPU.
 
     DeepSpeed compiles the operator if necessary. With `wanted=None`, it is used only if it is already compiled.
     """
@@ -129,7 +132,10 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Choose torch's Adam on a CPU if DeepSpeed's Adam is not compiled, because compiling it would take minutes."""
+    """Choose torch's Adam on a CPU if DeepSpeed's Adam is not compiled.
+
+    Compiling it would take minutes.
+    """
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
@@ -144,7 +150,7 @@ def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, A
 
 
 def require_async_io() -> None:
-    """Raise `ConfigurationError` if DeepSpeed's operator for offloading to NVMe cannot be compiled on this machine."""
+    """Raise an error if DeepSpeed's operator for NVMe cannot be compiled here."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
@@ -163,7 +169,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Compile a DeepSpeed operator. Raise `ConfigurationError` if it does not exist for this device type."""
+    """Compile a DeepSpeed operator, or raise an error if this device type has none."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -203,7 +209,10 @@ def keep_adagrad(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create an Adagrad optimizer's state for the engine's tensors, because Adagrad creates none when it steps."""
+    """Create the state of an Adagrad optimizer for the engine's tensors.
+
+    Adagrad creates none when it steps.
+    """
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -220,7 +229,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """Connection between DeepSpeed's communication and the `torch.distributed` process group of the run.
+    """Process group that DeepSpeed shares with `torch.distributed` in a run.
 
     Without a process group, a group of this one process is created.
 
@@ -247,11 +256,17 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Drop the secondary process group of an earlier DeepSpeed model, which would make a new model's setup fail."""
+        """Drop the secondary process group of an earlier DeepSpeed model.
+
+        It would make the setup of a new model fail.
+        """
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Make DeepSpeed forget the process group at the end of a run, unless another strategy still uses it."""
+        """Make DeepSpeed forget the process group at the end of a run.
+
+        It is kept while another strategy uses it.
+        """
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return
@@ -272,7 +287,10 @@ class DeepSpeedGroup:
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
-    """Raise `ConfigurationError` if the device's index is not the local rank, the only index that DeepSpeed uses."""
+    """Raise an error if the device's index is not the local rank.
+
+    DeepSpeed uses no other index.
+    """
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
             f"DeepSpeed uses the device with the index of the process's local rank ({environment.local_rank}), not "

@@ -27,7 +27,10 @@ _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class _Inert:
-    """Empty replacement for classes in DeepSpeed's pickles, whose code must not run when a checkpoint is read."""
+    """Empty replacement for the classes in DeepSpeed's pickles.
+
+    Their code must not run when a checkpoint is read.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -43,7 +46,7 @@ _ALLOWED: list[Any] = [
 
 
 def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """Return the folder with the files of a DeepSpeed checkpoint, or None if `directory` has no such checkpoint.
+    """Return the folder with the files of a DeepSpeed checkpoint, or None.
 
     Without a tag, the file `latest` in the directory names the folder. If that file is missing, it is the directory
     itself.
@@ -57,7 +60,7 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 
 
 class DeepSpeedShards:
-    """Reader of a DeepSpeed checkpoint of any ZeRO stage, written by any number of processes.
+    """Reader of a DeepSpeed checkpoint, for any ZeRO stage and number of processes.
 
     Attributes:
         folder: The checkpoint's folder.
@@ -84,7 +87,10 @@ class DeepSpeedShards:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the full parameters and buffers in the checkpoint by name. Floating-point tensors are float32."""
+        """Return the full parameters and buffers in the checkpoint by name.
+
+        Floating-point tensors are float32.
+        """
         first = self._models[0]
         found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
         # Stage 3 stores an empty tensor in place of each partitioned parameter.
@@ -99,7 +105,7 @@ class DeepSpeedShards:
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the full optimizer state in the checkpoint by parameter name, together with the parameter groups.
+        """Return the full optimizer state in the checkpoint by parameter name.
 
         A checkpoint of ZeRO stage 0 has no names, so that its state is by parameter index. Raise `CheckpointError` if
         DeepSpeed wrote the state in a format that is not supported.
@@ -135,7 +141,7 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each parameter, cut from the flat tensors of all ranks."""
+        """Yield the name and full tensor of each parameter in the checkpoint."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
@@ -205,7 +211,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Return what `read` returns for a DeepSpeed checkpoint. Raise `CheckpointError` if the checkpoint is damaged."""
+    """Call `read` on a DeepSpeed checkpoint, with a clear error if it is damaged."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

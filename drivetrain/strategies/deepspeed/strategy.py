@@ -55,7 +55,7 @@ _ACCELERATE_NAMES = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
 
 
 class DeepSpeed(Configured):
-    """Strategy that trains with ZeRO from the deepspeed package, which shards a model's state over processes.
+    """Strategy that shards training over processes by DeepSpeed's ZeRO.
 
     Stage 1 shards the optimizer state, stage 2 also the gradients, and stage 3 also the parameters.
 
@@ -118,7 +118,7 @@ class DeepSpeed(Configured):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
-        """Create a `DeepSpeed` strategy from the `deepspeed_config` section of a launcher's configuration file.
+        """Create a `DeepSpeed` strategy from a launcher's configuration file.
 
         Args:
             config: The options by key, as in a launcher's YAML file.
@@ -133,7 +133,7 @@ class DeepSpeed(Configured):
 
     @property
     def config(self) -> configuration.Config:
-        """DeepSpeed configuration that the next `prepare` uses, before `"auto"` values are filled in."""
+        """DeepSpeed configuration for the next `prepare`, before `"auto"` is filled in."""
         return self.settings.config
 
     @property
@@ -143,12 +143,12 @@ class DeepSpeed(Configured):
 
     @property
     def zero_init(self) -> bool:
-        """True if ZeRO-3 shards a model's parameters already while the model is constructed in `init_context`."""
+        """True if ZeRO-3 shards a model already while `init_context` constructs it."""
         return self.settings.zero_init
 
     @property
     def moe_layers(self) -> Sequence[str | type[nn.Module]]:
-        """Module classes, or their names, whose parameters ZeRO-3 gathers together, such as mixtures of experts."""
+        """Classes of modules whose parameters ZeRO-3 gathers together."""
         return self.settings.moe_layers
 
     # processes
@@ -191,7 +191,7 @@ class DeepSpeed(Configured):
             self.check_settings(settings)
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise `ConfigurationError` if a DeepSpeed configuration cannot run on this machine or in the run's precision.
+        """Raise an error if a DeepSpeed configuration cannot run here.
 
         Args:
             settings: The configuration, together with the strategy's options for it.
@@ -254,7 +254,7 @@ class DeepSpeed(Configured):
             return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Prepare a model without an optimizer, in a DeepSpeed engine if ZeRO-3 shards its parameters."""
+        """Prepare a model without an optimizer."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -428,7 +428,7 @@ class DeepSpeed(Configured):
     # what only DeepSpeed has
 
     def engine_of(self, model: nn.Module) -> Any:
-        """Return the `DeepSpeedEngine` of a prepared model, for features that drivetrain does not offer itself.
+        """Return the `DeepSpeedEngine` of a prepared model.
 
         Args:
             model: A prepared model, or the module that was given to `prepare`.
@@ -439,7 +439,9 @@ class DeepSpeed(Configured):
         return self._engines.require(model).engine
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
-        """Save a model's checkpoint in DeepSpeed's own format. A collective call: each process writes its part.
+        """Save a model's checkpoint in DeepSpeed's own format.
+
+        A collective call: each process writes its part.
 
         Args:
             model: A prepared model.
@@ -449,7 +451,9 @@ class DeepSpeed(Configured):
         zero_state.save(self._engines.require(model), directory, tag)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
-        """Load a checkpoint that `save_native` wrote on the same number of processes. A collective call.
+        """Load a checkpoint that `save_native` wrote on the same number of processes.
+
+        A collective call.
 
         Args:
             model: A prepared model.
@@ -478,14 +482,14 @@ def _refuse_closure(optimizer: Optimizer) -> NoReturn:
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Make the parameters and buffers of a model contiguous in place, because ZeRO flattens them."""
+    """Make a model's parameters and buffers contiguous, because ZeRO flattens them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Raise `ConfigurationError` if `torch.compile` wrapped any submodule, because ZeRO-3 cannot partition it."""
+    """Raise an error if a submodule was compiled, because ZeRO-3 cannot shard it."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             inner = type(module._orig_mod).__name__
@@ -497,7 +501,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise `ConfigurationError` if an optimizer trains several dtypes, because ZeRO joins its parameters."""
+    """Raise an error if an optimizer trains several dtypes, because ZeRO joins them."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -514,7 +518,10 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
 
 
 def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise `ConfigurationError` if a parameter group is completely frozen, because ZeRO cannot flatten it."""
+    """Raise an error if a parameter group is completely frozen.
+
+    ZeRO cannot flatten it.
+    """
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
@@ -525,7 +532,7 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names of the parameters in each parameter group of an optimizer, without empty groups.
+    """Return the parameter names of each non-empty group of an optimizer.
 
     Raise `ConfigurationError` if a parameter does not belong to the model.
     """

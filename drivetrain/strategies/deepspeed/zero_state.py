@@ -27,7 +27,9 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Gather a model's full state dict from its DeepSpeed engine, on the chosen processes. A collective call.
+    """Gather a model's full state dict from its DeepSpeed engine.
+
+    A collective call. Only the chosen processes get the tensors.
 
     Args:
         trained: The model's engine.
@@ -70,10 +72,10 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load a full state dict into a model and its DeepSpeed engine, master weights included. A collective call.
+    """Load a full state dict into a model and its DeepSpeed engine.
 
-    Return the missing and unexpected names. Raise `CheckpointError` if there are any and `strict` is True, or if a
-    shape is wrong.
+    A collective call. Master weights are loaded, too. Returns the missing and unexpected names. Raises `CheckpointError`
+    if there are any and `strict` is True, or if a shape is wrong.
     """
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}
@@ -110,7 +112,10 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
 
 
 def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
-    """Gather the full optimizer state of a DeepSpeed engine, by parameter name. A collective call."""
+    """Gather the full optimizer state of a DeepSpeed engine by parameter name.
+
+    A collective call.
+    """
     known = trained.layout.shared_state()
     untouched = trained.participation.never_stepped
     state: State = {}
@@ -127,7 +132,10 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load an optimizer state, by parameter name, into a DeepSpeed engine. Any strategy may have saved the state."""
+    """Load an optimizer state, by parameter name, into a DeepSpeed engine.
+
+    Any strategy may have saved the state.
+    """
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -148,7 +156,10 @@ def is_partitioned(value: Any) -> bool:
 
 
 def gathered(parameter: nn.Parameter) -> Tensor:
-    """Return a full copy of a parameter that ZeRO-3 has partitioned. A collective call."""
+    """Return a full copy of a parameter that ZeRO-3 has partitioned.
+
+    A collective call.
+    """
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
@@ -225,12 +236,12 @@ _OPTIMIZER = "*_optim_states.pt"
 
 
 def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> None:
-    """Save the checkpoint of a model's DeepSpeed engine to the folder `tag` in `directory`. A collective call."""
+    """Save the checkpoint of a model's DeepSpeed engine. A collective call."""
     trained.engine.save_checkpoint(os.fspath(directory), tag=tag)
 
 
 def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
-    """Load a checkpoint in DeepSpeed's own format into a model's engine. A collective call.
+    """Load a checkpoint in DeepSpeed's own format. A collective call.
 
     Raise `CheckpointError` if there is none, or if another number of processes wrote it.
     """
@@ -248,7 +259,7 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
 
 
 def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder of the DeepSpeed checkpoint in a directory. Raise `CheckpointError` if there is none.
+    """Return the folder of a DeepSpeed checkpoint, or raise an error if there is none.
 
     Without a tag, it is the latest checkpoint in the directory, or the directory itself.
     """
@@ -261,7 +272,10 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
 
 
 def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the full float32 weights in a DeepSpeed checkpoint directory by name. No code in its files is executed."""
+    """Return the full float32 weights in a DeepSpeed checkpoint by name.
+
+    No code in its files is executed.
+    """
     weights: dict[str, Tensor] = read_deepspeed(folder_of(directory), DeepSpeedShards.weights)
     if weights and all(name.startswith("task.") for name in weights):
         # A Trainer's engine holds the task in a module of its own.
@@ -279,7 +293,9 @@ def merge_native(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the full weights of a DeepSpeed checkpoint to safetensors files. Return the paths of the files.
+    """Write the full weights of a DeepSpeed checkpoint to safetensors files.
+
+    Returns the paths of the files.
 
     Args:
         directory: The directory of the checkpoint.
@@ -301,7 +317,7 @@ def merge_native(
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """Checkpoint format of DeepSpeed's engine, from which weights and optimizer state can be read."""
+    """Checkpoint format of DeepSpeed's engine."""
 
     name = "deepspeed"
 
@@ -313,9 +329,15 @@ class DeepSpeedFormat(CheckpointFormat):
         return deepspeed_folder(folder) is not None
 
     def weights(self, folder: Path) -> dict[str, Tensor]:
-        """Return the full weights in a DeepSpeed checkpoint folder by name. Floating-point tensors are float32."""
+        """Return the full weights in a DeepSpeed checkpoint folder by name.
+
+        Floating-point tensors are float32.
+        """
         return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
 
     def optimizer(self, folder: Path) -> Any:
-        """Return the full optimizer state in a DeepSpeed checkpoint folder, by parameter name, or else by index."""
+        """Return the full optimizer state in a DeepSpeed checkpoint folder.
+
+        It is keyed by parameter name, or else by index.
+        """
         return read_deepspeed(folder, DeepSpeedShards.optimizer)

@@ -22,9 +22,9 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Return a context in which new modules have parameters on the meta device, but real buffers.
+    """Return a context in which new modules have parameters on the meta device.
 
-    Buffers are small, and tables computed in a constructor could not be recomputed.
+    Their buffers are real. Buffers are small, and tables computed in a constructor could not be recomputed.
     """
     # Assigning a parameter to an attribute of a module calls this method, too.
     register = nn.Module.register_parameter
@@ -73,14 +73,14 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Loader that fills a sharded model with values from rank 0, one parameter at a time to save memory."""
+    """Loader that fills a sharded model with values from rank 0."""
 
     def __init__(self, device: torch.device, rank: int, peers: bool) -> None:
         self._device, self._peers = device, peers
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Send a parameter's value from rank 0 to all processes, each of which stores it or its shard of it."""
+        """Send a parameter's value from rank 0 to all processes, to store their shards."""
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -102,7 +102,7 @@ class Materialiser:
                 self.fill(parameter, values.get((id(module), name)))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Overwrite a model's buffers on all processes with those of rank 0. All processes must call this."""
+        """Overwrite a model's buffers with those of rank 0. A collective call."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -144,7 +144,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise if a module with parameters cannot initialize them, as it has no method like `reset_parameters`."""
+    """Raise an error if a module has no method to initialize its parameters."""
     unknown = sorted(
         {
             type(module).__name__
@@ -161,7 +161,7 @@ def check_initialisable(model: nn.Module) -> None:
 
 
 def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """Return the function that initializes a module's own parameters, such as `reset_parameters`, or None."""
+    """Return a module's own `reset_parameters` or similar function, or None."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
@@ -177,7 +177,10 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """Draw new initial values of a module's own parameters. The module is unchanged."""
+    """Draw new initial values of a module's own parameters.
+
+    The module is unchanged.
+    """
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -199,7 +202,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Load weights from safetensors files or a checkpoint into a sharded model. Each process reads only its part."""
+    """Load weights into a sharded model. Each process reads only its part."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):
@@ -236,7 +239,7 @@ def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _files_of(place: Path) -> dict[str, Path]:
-    """Map each tensor name in a folder or file of safetensors weights to the file that contains the tensor."""
+    """Map each tensor name to the safetensors file that contains the tensor."""
     from safetensors import safe_open
 
     if place.is_dir():

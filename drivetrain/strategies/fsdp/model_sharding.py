@@ -90,7 +90,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the changed options as text, such as `cpu_offload=True`, for the strategy's `repr`."""
+        """Return the changed options as text for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -102,7 +102,7 @@ class FSDPOptions:
 
 
 class GradientAveraging:
-    """Hooks that average gradients over all processes for the few parameters that FSDP does not shard.
+    """Hooks that average the gradients of parameters that FSDP does not shard.
 
     Attributes:
         enabled: True if backward averages gradients, False within an accumulation window.
@@ -138,7 +138,7 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters that FSDP cannot or must not shard: scalars, and those of ignored modules."""
+    """Return the scalars and ignored parameters, which FSDP does not shard."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -176,9 +176,10 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model gets other values
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model with FSDP and return it. A model that is sharded already is returned unchanged.
+        """Shard a model with FSDP and return it.
 
-        Models for evaluation are sharded too, since they may not fit otherwise.
+        A model that is sharded already is returned unchanged. Models for evaluation are sharded too, since they may not
+        fit otherwise.
         """
         known = self._placed_before(model, precision)
         if known is not None:
@@ -236,7 +237,7 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard a model with `fully_shard`: first its submodules that are gathered separately, then the whole model."""
+        """Shard a model with `fully_shard`, first its units and then the whole."""
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)
@@ -290,7 +291,7 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules that FSDP gathers and frees separately, as the option `wrap` selects them."""
+        """Return the submodules that FSDP gathers and frees separately."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -375,7 +376,7 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return FSDP's policy: the dtypes in which it gathers parameters and reduces gradients.
+        """Return FSDP's policy for the dtypes of parameters and gradients.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -441,7 +442,7 @@ class ModelSharder:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Make all parameters of a model contiguous, since torch cannot shard those in channels_last format."""
+    """Make a model's parameters contiguous, since torch shards no other format."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -451,7 +452,10 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """Device mesh of FSDP with the dimensions (shard,) or (replicate, shard), which is created on first use."""
+    """Device mesh of FSDP, which is created on first use.
+
+    Its dimensions are (shard,) or (replicate, shard).
+    """
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size
@@ -484,7 +488,7 @@ class ShardMesh:
         return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def leave(self) -> None:
-        """Destroy the process group that FSDP's mesh has created itself because the run has only one process."""
+        """Destroy the process group that FSDP's mesh created in a run of one process."""
         self._mesh = None
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()

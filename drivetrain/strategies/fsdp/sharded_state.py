@@ -19,7 +19,7 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 
 
 class ShardedState(ModelState):
-    """State dicts for checkpoints under FSDP, where each process holds a shard of each tensor."""
+    """State dicts under FSDP, where each process holds a shard of each tensor."""
 
     held_as: HeldAs = "shards"
 
@@ -62,7 +62,7 @@ class ShardedState(ModelState):
 
     @contextmanager
     def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-        """Return a context in which a sharded model temporarily holds its full parameters, for example to export them.
+        """Return a context in which a sharded model holds its full parameters.
 
         The context yields the unwrapped model, which cannot run a forward pass. With `writeback`, changes are copied to
         the shards on exit.
@@ -73,12 +73,12 @@ class ShardedState(ModelState):
             yield bare
 
     def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load weights from files or a checkpoint into a prepared model. Each process reads only its shards."""
+        """Load weights into a prepared model. Each process reads only its shards."""
         self.reshard(model)
         load_weights(self.strategy.unwrap(model), path, strict)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free the full parameters that FSDP has gathered, so that the model holds only this process's shards."""
+        """Free the full parameters that FSDP has gathered."""
         sharding.reshard_units(model)
 
 

@@ -31,7 +31,7 @@ from drivetrain.strategies.base import lay_out_state, move_in_place, needs_closu
 
 
 class BlockForward:
-    """Replacement for a transformer block's `forward`, to recompute activations in backward or to compile it.
+    """Replacement for a block's `forward`, to checkpoint activations or to compile.
 
     Unlike a wrapper module, it keeps the names in the state dict.
     """
@@ -61,7 +61,7 @@ class BlockForward:
 def rewrite_blocks(
     recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
 ) -> None:
-    """Turn on activation checkpointing for the `recomputed` blocks, and `torch.compile` for the `compiled` ones."""
+    """Turn on activation checkpointing and `torch.compile` for blocks of a model."""
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
     for key, block in {**again, **fast}.items():
@@ -71,7 +71,7 @@ def rewrite_blocks(
 
 
 class NormInFull:
-    """Replacement for a normalization layer's `forward`, so that it computes with float32 parameters.
+    """`forward` of a normalization layer that computes with float32 parameters.
 
     Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs or
     statistics (torch 2.13). Under autocast, inputs may have either dtype.
@@ -91,7 +91,10 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Make a model's normalization layers compute in float32: all if `everywhere`, else only batch normalization."""
+    """Make normalization layers compute in float32.
+
+    Unless `everywhere` is set, only batch normalization does.
+    """
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -111,7 +114,10 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Raise if an optimizer cannot step sharded parameters, as L-BFGS and SGD with `fused=True` cannot."""
+    """Raise an error if an optimizer cannot step sharded parameters.
+
+    L-BFGS and SGD with `fused=True` cannot.
+    """
     if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         return
     name = type(optimizer).__name__
@@ -127,10 +133,10 @@ def refuse_for_shards(optimizer: Optimizer) -> None:
 
 
 def gather(value: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, or a plain tensor unchanged. All processes must call this.
+    """Return the full tensor of a DTensor, or a plain tensor unchanged.
 
-    Mesh dimensions are gathered one by one, last first. Torch's own gather warns if several mesh dimensions shard the
-    same tensor dimension.
+    All processes must call this. Mesh dimensions are gathered one by one, last first. Torch's own gather warns if
+    several mesh dimensions shard the same tensor dimension.
     """
     if not isinstance(value, DTensor):
         return value
@@ -189,13 +195,13 @@ def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
 
 
 def local_slices(like: DTensor) -> tuple[slice, ...]:
-    """Return the slices that cut this process's shard of the DTensor `like` out of the full tensor."""
+    """Return the slices that cut this process's shard out of the full tensor."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
-    """Cut this process's shard out of a full tensor, and return it as a DTensor with the layout of `like`."""
+    """Cut this process's shard out of a full tensor, as a DTensor."""
     if isinstance(whole, DTensor):
         return whole
     part = whole[local_slices(like)]
@@ -248,7 +254,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments of `fully_shard` for a module, stored on it so that its copies are sharded in the same way.
+    """Arguments of `fully_shard` for a module, which its copies need, too.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
@@ -309,7 +315,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
 
 
 def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
-    """Return the modules to which `fully_shard` was applied, including the model itself if it is one of them."""
+    """Return the modules to which `fully_shard` was applied."""
     known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
     if known is not None:
         return known
@@ -327,7 +333,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Free the full parameters that FSDP has gathered, so that all modules hold only this process's shards.
+    """Free the full parameters that FSDP has gathered in all modules.
 
     Torch creates a unit's full parameter once and copies `requires_grad` from the shard at that time (torch 2.13).
     Freeing it makes backward use the current `requires_grad`.
@@ -340,7 +346,7 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
-    """Pre-forward hook that allocates FSDP's full parameters outside of inference mode at the first use.
+    """Pre-forward hook that allocates full parameters outside of inference mode.
 
     Torch keeps these tensors, and cannot train with tensors created in inference mode (torch 2.13). Otherwise, a
     validation before the first training step would break the run.
@@ -390,7 +396,7 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Allocate memory for a model's shards that were created on the meta device. Their values are not set."""
+    """Allocate uninitialized memory for a model's shards on the meta device."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.sharded_param.is_meta:
@@ -403,7 +409,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise if modules that FSDP shards as a unit train parameters of mixed dtypes after an unfreeze."""
+    """Raise an error if an unfreeze makes an FSDP unit train mixed dtypes."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -414,7 +420,7 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Raise if parameters that FSDP gathers together are trained in several dtypes, which torch does not support."""
+    """Raise an error if an FSDP unit trains parameters of several dtypes."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
@@ -449,7 +455,7 @@ def held_gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def discard_held_gradients(model: nn.Module) -> None:
-    """Drop the full gradients that FSDP has accumulated, but not reduced yet, as within `no_sync`."""
+    """Drop the full gradients that FSDP has accumulated but not reduced yet."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             one.unsharded_accumulated_grad = None
@@ -461,7 +467,7 @@ def discard_held_gradients(model: nn.Module) -> None:
 
 
 def take_shards_on_load(model: nn.Module) -> None:
-    """Make a sharded model's `load_state_dict` accept full tensors, of which each process takes its shard."""
+    """Make a sharded model's `load_state_dict` accept full tensors."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
@@ -485,7 +491,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a sharded module, sharded in the same way. Each process copies only its shards."""
+    """Return a deep copy of a sharded module, sharded in the same way."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -569,7 +575,7 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
-    """Return a context in which a model holds full parameters instead of shards. All processes must enter it.
+    """Return a context in which a model holds full parameters. A collective call.
 
     With `writeback`, changes are copied to the shards on exit. The model cannot run a forward pass within the context.
     """

@@ -46,10 +46,11 @@ logger = get_logger(__name__)
 
 @torch.no_grad()
 def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients, sharded or not, to a total norm of at most `max_norm`. Return the norm before clipping.
+    """Clip gradients, sharded or not, to a total norm.
 
-    Torch's own function rejects gradients on two meshes, and lists that mix plain tensors with DTensors (torch 2.13).
-    This function groups gradients by mesh and placements, and combines the norms of all groups.
+    Returns the norm before clipping. Torch's own function rejects gradients on two meshes, and lists that mix plain
+    tensors with DTensors (torch 2.13). This function groups gradients by mesh and placements, and combines the norms of
+    all groups.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = total_norm_over_meshes(gradients, norm_type)
@@ -59,7 +60,10 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the total norm of gradients, including shards on other processes. All processes must call this."""
+    """Return the total norm of gradients, including shards on other processes.
+
+    All processes must call this.
+    """
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -125,7 +129,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Reduction, scaling and clipping of gradients for `FSDP`, with a shard of each gradient on every process."""
+    """Reduction, scaling and clipping of sharded gradients under `FSDP`."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
@@ -202,14 +206,19 @@ class Placer(Protocol):
         """Averaging hooks for the parameters that FSDP does not shard, by model."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to construct a model, for example without parameter values."""
+        """Return a context manager in which to construct a model."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Prepare a model: shard it, or only move it to the device. Return the module to call."""
+        """Prepare a model: shard it, or only move it to the device.
+
+        Returns the module to call.
+        """
 
 
 class FSDP(Strategy):
-    """Fully sharded data parallelism: torch's `fully_shard` divides parameters and optimizer state over processes.
+    """Fully sharded data parallelism, by torch's `fully_shard`.
+
+    Parameters and optimizer state are divided over processes.
 
     Args:
         wrap: Modules that are gathered and freed as one unit. `"auto"` selects the classes in `_no_split_modules`, or
@@ -400,7 +409,10 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of a scalar tensor over all processes. All processes must call this."""
+    """Return the maximum of a scalar tensor over all processes.
+
+    All processes must call this.
+    """
     largest: torch.Tensor = reduce(flag, "max")
     return largest
 
@@ -423,7 +435,7 @@ _WITHOUT_MEANING = {
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the section `fsdp_config` of a launcher's YAML file to keyword arguments of `FSDP`."""
+    """Convert a launcher's `fsdp_config` section to arguments of `FSDP`."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")

@@ -30,7 +30,7 @@ RECOMPUTE = ("selective", "full")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Validated options of the `Megatron` strategy, with one field for each of its arguments."""
+    """Validated options of the `Megatron` strategy."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -71,11 +71,14 @@ class MegatronOptions:
 
     @property
     def chunks(self) -> int:
-        """Number of model chunks on each process. It is above 1 if `virtual_pipeline` interleaves the stages."""
+        """Number of model chunks on each process.
+
+        It is above 1 if `virtual_pipeline` interleaves the stages.
+        """
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Return a rank's coordinates in the device mesh that the parallel sizes define, as a `MeshPlace`."""
+        """Return a rank's position in the device mesh of the parallel sizes."""
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
@@ -108,7 +111,7 @@ def factors(number: int) -> list[int]:
 
 
 def check_fits(what: str, size: int, argument: str, parts: int) -> None:
-    """Raise `ConfigurationError` if a size of the model is not a multiple of the number of processes that share it."""
+    """Raise an error if a size of the model is no multiple of the number of processes."""
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
@@ -149,12 +152,12 @@ _DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
 def low_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the low-precision dtype in which the model's weights are stored, or None if they are in float32."""
+    """Return the low-precision dtype of the model's weights, or None for float32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name)
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """Return a copy of megatron-core's `TransformerConfig` in which the run's parallel sizes and dtypes are set."""
+    """Return a `TransformerConfig` with the run's parallel sizes and dtypes."""
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -254,7 +257,7 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
 
 
 def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Return megatron-core's `DistributedDataParallelConfig`, which controls how gradients are reduced."""
+    """Return megatron-core's `DistributedDataParallelConfig` for a run."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     _check_names("ddp", options.ddp, DistributedDataParallelConfig)
@@ -267,7 +270,7 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Convert a torch Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`, without gradient clipping."""
+    """Convert an Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`."""
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -325,7 +328,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Context manager that turns megatron-core's assertions about layer sizes into `ConfigurationError`."""
+    """Context manager that makes megatron-core's errors about layer sizes readable."""
     try:
         yield
     except AssertionError as error:
@@ -390,7 +393,7 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `megatron_lm_config` section of a launcher's file to keyword arguments of `Megatron`.
+    """Convert a launcher's `megatron_lm_config` section to arguments of `Megatron`.
 
     Settings of the task or the data are ignored with a warning.
     """
@@ -437,7 +440,7 @@ def require_megatron() -> None:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise `ConfigurationError` if the run's device is not of the type on which megatron-core allocates tensors."""
+    """Raise an error if megatron-core does not run on the device's type."""
     try:
         made = torch.empty(0, device="cuda").device.type
     except (RuntimeError, AssertionError) as error:
@@ -460,7 +463,7 @@ _OWNER = "megatron_groups"
 
 
 class MegatronGroups:
-    """Process groups and random state for one run. Megatron-core keeps both as globals of the process."""
+    """Megatron-core's global process groups and random state, for one run."""
 
     def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
         from megatron.core import parallel_state
@@ -488,12 +491,12 @@ class MegatronGroups:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """Process group of the pipeline that this process is part of, whose processes run different stages."""
+        """Process group of the pipeline that this process is part of."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 
     def leave(self) -> None:
-        """Destroy megatron-core's process groups, unless a later strategy has already replaced them."""
+        """Destroy megatron-core's process groups, unless another strategy uses them."""
         if PartialState.registry().get(_OWNER) is self:
             del PartialState.registry()[_OWNER]
             self._state.destroy_model_parallel()
@@ -505,7 +508,10 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Context manager for building a model: seed random numbers so that replicas are equal and shards differ."""
+        """Context manager that seeds the initial values of a model.
+
+        Replicas are equal and shards differ.
+        """
         generator = own_generator("megatron")
         # Without a seed, processes draw different numbers, so all take rank 0's. Later draws need no communication.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
@@ -518,7 +524,7 @@ class MegatronGroups:
             yield
 
     def begin_window(self) -> None:
-        """Reseed megatron-core's dropout before the micro-batches of an optimizer step, so that resuming repeats it."""
+        """Reseed megatron-core's dropout before an optimizer step, to repeat it on resume."""
         if self._generator is None:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))
@@ -528,7 +534,10 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random generator of the dropout seeds, whose state checkpoints save. None before a model was built."""
+        """Random generator of the dropout seeds, whose state checkpoints save.
+
+        None before a model was built.
+        """
         return self._generator
 
     @staticmethod

@@ -27,7 +27,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """Parameter or buffer on this process, and which part of a tensor of the full model it is.
+    """Local parameter or buffer, and its position in a tensor of the full model.
 
     Attributes:
         name: The name of the full tensor.
@@ -62,7 +62,9 @@ class Entry:
 
 
 class Layout:
-    """Map of which process holds which part of each tensor of the full model. Creating it is a collective call.
+    """Map of which process holds which part of each tensor of a model.
+
+    Creating it is a collective call.
 
     Attributes:
         entries: The tensors of this process.
@@ -89,7 +91,7 @@ class Layout:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
-        """Return the `Entry` of a parameter or buffer on this process, or None if the tensor is unknown."""
+        """Return the `Entry` of a local parameter or buffer, or None if it is unknown."""
         return self._by_tensor.get(id(tensor))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -145,7 +147,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of the full tensor to which a local parameter or buffer belongs."""
+        """Return the number of elements of a local tensor's full tensor."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 
@@ -206,5 +208,4 @@ def _is_main(replica: Any) -> bool:
 
 
 def _natural(name: str) -> list[Any]:
-    """Return a sort key that orders layer numbers in a name by value, so that layer 10 follows layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -20,7 +20,7 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 
 
 class MergedState(ModelState):
-    """Saving and loading of the full state of models and optimizers of which each process has only a part."""
+    """Full state of models and optimizers that are split over processes."""
 
     held_as = "parts"
 
@@ -37,17 +37,21 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Raise an error: Megatron-core trains master weights in its optimizer, which overwrite in-place changes."""
+        """Raise an error, because in-place changes would be overwritten.
+
+        Megatron-core's optimizer writes its master weights to the parameters.
+        """
         raise ConfigurationError(
             "Megatron-core keeps the trained weights in its optimizer, so they cannot be changed in place during a "
             'run. Use strategy="fsdp" or Parallel to shard the model.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Gather a model's state dict of full tensors. Each is stored on one rank, or all on rank 0 if `full` is set.
+        """Gather the full tensors of a model's state dict from all processes.
 
-        Unless `full` is set, float32 master weights replace low-precision weights, and tensors that another process
-        stores are on the meta device. No process then holds the full model.
+        Each is stored on one rank, or all on rank 0 if `full` is set. Unless `full` is set, float32 master weights
+        replace low-precision weights, and tensors that another process stores are on the meta device. No process then
+        holds the full model.
         """
         placed = self._models.require(model)
         if full:
@@ -181,7 +185,10 @@ def _local(entry: Entry, whole: Tensor) -> Tensor:
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Return the names of the full model's parameters in each parameter group, from all ranks. A collective call."""
+    """Gather the names of the full model's parameters in each parameter group.
+
+    A collective call.
+    """
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups
@@ -208,7 +215,10 @@ _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Save a Megatron checkpoint in megatron-core's own format. A collective call."""
+    """Save a Megatron checkpoint in megatron-core's own format.
+
+    A collective call.
+    """
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
@@ -222,9 +232,9 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Load a checkpoint in megatron-core's own format. A collective call.
+    """Load a checkpoint in megatron-core's own format.
 
-    It may be written with other parallel sizes.
+    A collective call. It may be written with other parallel sizes.
     """
     from megatron.core import dist_checkpointing
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """Protocol of tasks that build and run a megatron-core model. `MegatronTask` implements this protocol.
+    """Protocol of tasks that build and run a megatron-core model.
+
+    `MegatronTask` implements it.
 
     Attributes:
         chunks: The model chunks of this process.
@@ -31,7 +33,10 @@ class MegatronProgram(Protocol):
     chunks: list[nn.Module]
 
     def transformer_config(self) -> Any:
-        """Return the model's `TransformerConfig`. The strategy sets the parallel sizes in a copy of it."""
+        """Return the model's `TransformerConfig`.
+
+        The strategy sets the parallel sizes in a copy of it.
+        """
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
@@ -46,14 +51,17 @@ class MegatronProgram(Protocol):
         """
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run a model chunk on the iterator's next batch. Return its output and a function that computes the loss."""
+        """Run a model chunk on the iterator's next batch.
+
+        Returns its output and a function that computes the loss.
+        """
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return the number of rows and the sequence length of a batch, which determine the shapes of activations."""
+        """Return the number of rows and the sequence length of a batch."""
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """Return the number of rows and the sequence length of a batch, from its first tensor with two dimensions."""
+    """Return the number of rows and the sequence length of a batch."""
     for tensor in _tensors(batch):
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
@@ -76,7 +84,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Model that `Megatron` has prepared, with its chunks on this process, their layout and their optimizer."""
+    """Model that `Megatron` has prepared, with its chunks and its optimizer."""
 
     def __init__(self, owner: nn.Module, bare: list[nn.Module], wrapped: list[nn.Module], layout: Layout) -> None:
         self.owner, self.bare, self.wrapped, self.layout = owner, bare, wrapped, layout
@@ -91,7 +99,10 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """The model's `MegatronTask`. Raises `ConfigurationError` if the task is of another class."""
+        """The model's `MegatronTask`.
+
+        Raises `ConfigurationError` if the task is of another class.
+        """
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, so it has no forward_step. Subclass MegatronTask.",
@@ -100,7 +111,7 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Average the model's accumulated gradients over data-parallel processes, before an optimizer step."""
+        """Average the model's accumulated gradients over data-parallel processes."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
@@ -115,7 +126,7 @@ class PlacedModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the model's accumulated gradients, which megatron-core holds in buffers instead of `grad`."""
+        """Return the accumulated gradients in megatron-core's buffers."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
@@ -138,14 +149,14 @@ class PlacedModels:
         self._placed.clear()
 
     def find(self, model: nn.Module) -> PlacedModel | None:
-        """Return the `PlacedModel` of an original or prepared module, or None if the module was not prepared."""
+        """Return the `PlacedModel` of an original or prepared module, or None."""
         for placed in self._placed:
             if model is placed.owner or model is placed.called or any(model is chunk for chunk in placed.wrapped):
                 return placed
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """Return the `PlacedModel` of a module. Raise `ConfigurationError` if the module was not prepared."""
+        """Return the `PlacedModel` of a module, or raise an error if there is none."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} is not prepared. Pass it to Accelerator.prepare() first.")
@@ -211,7 +222,7 @@ class CurrentChunk:
 
 
 class Schedule:
-    """Runner of one model's forward and backward passes, in the order of a megatron-core pipeline schedule."""
+    """Runner of forward and backward passes in megatron-core's pipeline schedule."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -230,9 +241,9 @@ class Schedule:
             placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward for all micro-batches of an optimizer step. Return the results of `step_fn`.
+        """Run forward and backward for all micro-batches of an optimizer step.
 
-        Processes that do not compute the loss return None for each micro-batch.
+        Returns the results of `step_fn`. Processes that do not compute the loss return None for each micro-batch.
         """
         self._groups.begin_window()
         outputs: list[Output | None] = [None] * len(microbatches)
@@ -274,7 +285,10 @@ class Schedule:
         return outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
+        """Store the loss of the current micro-batch.
+
+        The pipeline schedule computes its gradients later.
+        """
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         # The schedule frees an output after sending it, which must not free the loss.
@@ -314,7 +328,7 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """Runner of an evaluation step: it calls the step on each pipeline stage and sends activations between them."""
+    """Runner of an evaluation step over all pipeline stages."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
@@ -368,7 +382,7 @@ class Evaluation(nn.Module):
 
 
 class MegatronRuntime:
-    """Interface of the `Megatron` strategy through which a `MegatronTask` builds its model and runs it."""
+    """Interface through which a `MegatronTask` builds and runs its model."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
@@ -393,7 +407,7 @@ class MegatronRuntime:
         return total / tokens.clamp(min=1), report
 
     def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch with only this process's part of each sequence, if context parallelism is enabled."""
+        """Return a batch with only this process's part of each sequence."""
         if self._config().context_parallel_size == 1:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
@@ -402,7 +416,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Gather logits that tensor-parallel processes have split by vocabulary. Return the full logits."""
+        """Gather logits that tensor-parallel processes have split by vocabulary."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

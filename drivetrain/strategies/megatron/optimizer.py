@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """Optimizer with the user's parameter groups that `prepare` returns, and that steps megatron-core's optimizer."""
+    """Optimizer that `prepare` returns, and that steps megatron-core's optimizer."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -40,7 +40,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """State of megatron-core's optimizer, as a mapping from each tensor that it steps to the tensor's state."""
+        """Optimizer state by the tensor that megatron-core's optimizer steps."""
         return self.inner.state
 
     @state.setter
@@ -54,13 +54,13 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def parts(self) -> list[Any]:
-        """List of megatron-core's optimizers on this process, such as one for dense layers and one for experts."""
+        """Megatron-core's optimizers on this process, such as one for experts."""
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale gradients for megatron-core's optimizer. Return True on overflow.
+        """Unscale gradients for megatron-core's optimizer.
 
-        Further calls before the step only return the result of the first.
+        Returns True on overflow. Further calls before the step only return the result of the first.
         """
         if self.overflowed is None:
             self.__dict__["overflowed"] = bool(self.inner.prepare_grads())
@@ -68,7 +68,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return found
 
     def stepped_parameters(self) -> list[Tensor]:
-        """Return the tensors that megatron-core's optimizer updates on this process, such as master weights."""
+        """Return the tensors that megatron-core's optimizer updates on this process."""
         return [parameter for part in self.parts for parameter in part.get_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -101,9 +101,10 @@ class MegatronOptimizerFront(OptimizerProxy):
 def make_optimizer(
     optimizer: Optimizer, placed: PlacedModel, options: MegatronOptions, low: torch.dtype | None
 ) -> MegatronOptimizerFront:
-    """Create megatron-core's optimizer for a model, with the options of the user's torch optimizer. A collective call.
+    """Create megatron-core's optimizer from the user's torch optimizer.
 
-    Raise `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the model.
+    A collective call. Raises `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the
+    model.
     """
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -152,7 +153,7 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Reduction, scaling and clipping of gradients for models whose gradients are in megatron-core's own buffers."""
+    """Gradient operations for gradients in megatron-core's own buffers."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
@@ -261,12 +262,12 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group over which the optimizer shards the parameter, or None if the parameter is not sharded."""
+        """Process group over which the optimizer shards the parameter, or None."""
         return None if self.start is None else self.part.data_parallel_group
 
 
 class ParameterState:
-    """Reader and writer of the optimizer state that megatron-core keeps for each parameter of a model."""
+    """Reader and writer of megatron-core's optimizer state of each parameter."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -284,7 +285,7 @@ class ParameterState:
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Find the tensor that megatron-core's optimizer updates for a parameter, such as a float32 master weight."""
+        """Find the tensor that megatron-core's optimizer updates for a parameter."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -307,7 +308,7 @@ class ParameterState:
         return found
 
     def steps(self) -> float | None:
-        """Return the number of steps that the optimizer has taken, or None if it does not count them."""
+        """Return the number of steps that the optimizer has taken, or None if uncounted."""
         for part in self._front.parts:
             for values in part.optimizer.state.values():
                 if "step" in values:
@@ -318,7 +319,10 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Allocate the optimizer state that megatron-core creates only at the first step, to load a checkpoint."""
+        """Allocate optimizer state as megatron-core's first step does.
+
+        A checkpoint is then loaded into it.
+        """
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue
@@ -331,9 +335,10 @@ class ParameterState:
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """Return a parameter's master weight, or its optimizer state `key`, as a full float32 tensor.
+        """Gather a parameter's full master weight or optimizer state in float32.
 
-        A collective call of the processes that step the parameter together.
+        `key` names the state. None is the master weight. A collective call of the processes that step the parameter
+        together.
 
         Without a `key`, it is the master weight.
         """

@@ -54,9 +54,10 @@ MODEL = "model."
 
 
 class Megatron(Strategy):
-    """Strategy for tensor, pipeline, sequence, context and expert parallelism with megatron-core's layers.
+    """Strategy that combines several kinds of parallelism by megatron-core's layers.
 
-    The task must be a `MegatronTask`. Processes that the sizes leave over are data-parallel.
+    These are tensor, pipeline, sequence, context and expert parallelism. The task must be a `MegatronTask`. Processes
+    that the sizes leave over are data-parallel.
 
     Args:
         tensor_parallel: The number of processes that share the computation of each layer, and the batch.
@@ -131,7 +132,7 @@ class Megatron(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Megatron:
-        """Create a `Megatron` strategy from the `megatron_lm_config` section of a launcher's configuration file.
+        """Create a `Megatron` strategy from a launcher's configuration file.
 
         Args:
             config: The keys and values, as in a launcher's YAML.
@@ -178,17 +179,20 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """Interface through which a `MegatronTask` builds its model and runs it in the schedule."""
+        """Interface through which a `MegatronTask` builds and runs its model."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context for building a model, whose weights start equal on replicas and different on shards."""
+        """Return a context in which to build a model with the right initial values.
+
+        Replicas start equal, and shards differ.
+        """
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
-        """Return a copy of a model's `TransformerConfig` in which the run's parallel sizes and dtypes are set.
+        """Return a model's `TransformerConfig` with the run's parallel sizes and dtypes.
 
         Args:
             config: The model's configuration.
@@ -287,7 +291,6 @@ class Megatron(Strategy):
         return [bare]
 
     def _lowered(self, chunk: nn.Module, precision: Precision) -> nn.Module:
-        """Move a model chunk to the device, and convert it to float16 or bfloat16 for such a precision."""
         chunk.to(self.topology.device)
         if low_dtype(precision) is None:
             return chunk
@@ -362,7 +365,9 @@ class Megatron(Strategy):
     # what only megatron-core has
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Save a model's checkpoint in megatron-core's own format. A collective call: each process writes its part.
+        """Save a model's checkpoint in megatron-core's own format.
+
+        A collective call: each process writes its part.
 
         Args:
             model: A prepared model.
@@ -371,7 +376,9 @@ class Megatron(Strategy):
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Load a checkpoint that `save_native` wrote, under the same or other parallel sizes. A collective call.
+        """Load a checkpoint that `save_native` wrote, under the same or other parallel sizes.
+
+        A collective call.
 
         Args:
             model: A prepared model.

@@ -46,7 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which part of each sequence a process holds under context parallelism, with methods to cut out this part.
+    """Part of each sequence that a process holds under context parallelism.
 
     Attributes:
         group: Process group over which sequences are split.
@@ -62,12 +62,15 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Number of equal chunks into which each sequence is cut. Each process holds one, or two for balance."""
+        """Number of equal chunks into which each sequence is cut.
+
+        Each process holds one, or two for balance.
+        """
         return 2 * self.count if self.balanced else self.count
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """Indices of this process's chunks of each sequence, such as `(0, 7)` for the first of four processes."""
+        """Indices of this process's chunks of each sequence, such as `(0, 7)`."""
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -83,7 +86,10 @@ class SequenceShard:
         return torch.cat([parts[number] for number in self.own_chunks], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Join the parts of a tensor that is split along `dim` over processes. Gradients flow back to each part."""
+        """Join the parts of a tensor that is split along `dim` over processes.
+
+        Gradients flow back to each part.
+        """
         # Gather along dimension 0, where the parts arrive contiguously. For other dimensions torch adds a copy.
         gathered: Tensor = _all_gather(tensor.contiguous(), 0, self.group)
         if isinstance(gathered, funcol.AsyncCollectiveTensor):
@@ -95,12 +101,15 @@ class SequenceShard:
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the positions of this process's `length` tokens in the full sequence, as an int64 tensor."""
+        """Return the positions of this process's tokens in the full sequence."""
         size = length // len(self.own_chunks)
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """Return this process's part of a batch. Each tensor that has a dimension `dim` is split along it."""
+        """Return this process's part of each sequence in a batch.
+
+        Each tensor that has a dimension `dim` is split along it.
+        """
         lengths: dict[int, list[tuple[int, ...]]] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -131,7 +140,7 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace the data of tensors within the context by this process's part of each sequence.
+    """Context manager that replaces tensors' data by this process's part of sequences.
 
     Afterwards the buffers have their full data again, except those in `keep`.
     """
@@ -157,14 +166,17 @@ def split_in_place(
 
 
 def sequence_length(batch: Any, dim: int) -> int | None:
-    """Return a batch's sequence length, the size along `dim` of its first tensor with that dimension, or None."""
+    """Return a batch's sequence length, or None if no tensor has the dimension."""
     found: list[int] = []
     recursively_apply(lambda t: found.append(t.size(dim)) if t.dim() > dim else None, batch)
     return found[0] if found else None
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which `F.scaled_dot_product_attention` covers the tokens of all context-parallel processes."""
+    """Context in which attention covers the tokens of all context-parallel processes.
+
+    The attention is `F.scaled_dot_product_attention`.
+    """
 
     def __init__(self, shard: SequenceShard) -> None:
         super().__init__()
@@ -209,7 +221,7 @@ class SharedAttention(TorchFunctionMode):
 
 
 class RingAttention(SharedAttention):
-    """Context in which attention over all processes' tokens runs as ring attention, by torch's `context_parallel`.
+    """Context in which attention runs as torch's ring attention over all processes.
 
     Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al., 2023,
     https://arxiv.org/abs/2310.01889).
@@ -287,7 +299,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention of this process's queries over the keys and values of all context-parallel processes."""
+    """Compute attention of this process's queries over all processes' keys and values."""
     if isinstance(query, DTensor):
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:
@@ -336,7 +348,10 @@ def _aligned_to_the_last(size: int, seen: int) -> Tensor:
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Compute context-parallel attention for DTensors. Each tensor-parallel process computes it for its own heads."""
+    """Compute context-parallel attention for DTensors.
+
+    Each tensor-parallel process computes it for its own heads.
+    """
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
@@ -360,7 +375,7 @@ def active_shard() -> SequenceShard | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of this process's tokens in the full sequences, for position embeddings.
+    """Return the positions of this process's tokens, for position embeddings.
 
     Use this function in models that create position ids themselves. With context parallelism,
     `torch.arange(x.shape[1])` would number each process's part from 0. Without it, the result is that `arange`.
@@ -385,7 +400,7 @@ class Sequences:
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context in which each of the tensors `buffers` holds only this process's part of the sequences."""
+        """Return a context in which buffers hold this process's part of sequences."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
@@ -393,7 +408,7 @@ class Sequences:
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention covers the tokens of all processes that share a sequence."""
+        """Return a context in which attention covers all processes' tokens."""
         return nullcontext()
 
     def shard_batch(self, batch: Any) -> Any:
@@ -429,7 +444,6 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split buffers over processes within the context. Raise an error if the context computes no attention."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield
@@ -451,7 +465,7 @@ class SequenceStep(nn.Module):
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step on this process's part of a batch of full sequences, and return the step's output."""
+        """Run a step on this process's part of a batch of full sequences."""
         own = self._split(batch)
         before = self._attention.calls
         with self._attention.entered():

@@ -41,7 +41,7 @@ class MeshSizes:
                 raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
 
     def fill(self, world_size: int) -> MeshSizes:
-        """Return the mesh sizes with a `dp_shard` of -1 replaced by the number of processes that the other sizes leave.
+        """Return the mesh sizes with -1 replaced by the remaining number of processes.
 
         Raise `ConfigurationError` if the sizes do not multiply to `world_size`.
         """
@@ -64,12 +64,15 @@ class MeshSizes:
         return self
 
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes of the mesh dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`, as a tuple."""
+        """Return the sizes of the mesh dimensions as a tuple.
+
+        The order is `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`.
+        """
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
-        """Create mesh sizes from a mapping such as `{"tp_size": 2}`, in which the suffix `_size` is optional.
+        """Create mesh sizes from a mapping such as `{"tp_size": 2}`.
 
         Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key.
         """
@@ -91,14 +94,14 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """Position of a rank in the device mesh, from which its data shard and the ranks at other positions follow."""
+    """Position of a rank in the device mesh."""
 
     sizes: MeshSizes  # processes along each dimension
     rank: int
     loss_index: int | None = None  # along `pp`, of the processes that compute losses; None is the last
 
     def coordinates(self) -> dict[str, int]:
-        """Return the rank's index along each dimension of the device mesh, as a dict by dimension name."""
+        """Return the rank's index along each dimension of the device mesh."""
         # The last dimension varies fastest, so the rank is taken apart from the innermost dimension outwards.
         found, rest = {}, self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.sizes.shape(), strict=True))):
@@ -106,7 +109,10 @@ class MeshPlace:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank at mesh coordinates such as `pp=0, tp=1`. Missing coordinates are those of this process."""
+        """Return the rank at mesh coordinates such as `pp=0, tp=1`.
+
+        Missing coordinates are those of this process.
+        """
         at, rank = {**self.coordinates(), **coordinates}, 0
         for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
             rank = rank * size + at[name]
@@ -123,7 +129,7 @@ class MeshPlace:
 
     @property
     def data_shard(self) -> DataShard:
-        """Shard of the dataset that this process loads: the index of the shard, and the number of shards.
+        """Index of this process's shard of the dataset, and the number of shards.
 
         Ranks that differ only along `pp`, `cp` or `tp` share batches, so they get equal shards.
         """
@@ -133,7 +139,7 @@ class MeshPlace:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Ranks whose batches count towards the number of samples, one rank for each shard of the dataset.
+        """Ranks whose samples are counted, one for each shard of the dataset.
 
         Each is the process that computes losses and has index 0 along `cp` and `tp`.
         """
@@ -143,9 +149,10 @@ class MeshPlace:
 
     @property
     def value_ranks(self) -> tuple[int, ...]:
-        """Ranks whose logged values count in metrics. Together, these ranks process the global batch exactly once.
+        """Ranks whose logged values count in metrics.
 
-        Each context-parallel part of a sequence counts. Tensor-parallel copies do not.
+        Together, these ranks process the global batch exactly once. Each context-parallel part of a sequence counts.
+        Tensor-parallel copies do not.
         """
         last = self._last
         parts = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard), range(self.sizes.cp))
@@ -153,7 +160,7 @@ class MeshPlace:
 
 
 def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
-    """Create the device mesh, with one dimension for each size above 1. Return None if every size is 1.
+    """Create the device mesh, or return None if every size is 1.
 
     A collective call, because it creates process groups.
     """
@@ -168,7 +175,7 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
 
 
 def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
-    """Return the named dimensions of a mesh, flattened to one dimension, or None if the mesh has none of them."""
+    """Flatten the named dimensions of a mesh to one, or return None if it has none."""
     present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
     if mesh is None or not present:
         return None

@@ -35,9 +35,10 @@ from drivetrain.strategies.precision import Precision
 
 
 class Parallel(Strategy, SplitsSequences):
-    """Strategy that combines data, sharded, tensor, context and pipeline parallelism on one device mesh.
+    """Strategy that combines several kinds of parallelism on one device mesh.
 
-    The product of the five sizes must equal the world size.
+    These are data, sharded, tensor, context and pipeline parallelism. The product of the five sizes must equal the
+    world size.
 
     Args:
         dp_replicate: Number of replicas of the sharded model. Each replica trains on other data.
@@ -112,7 +113,7 @@ class Parallel(Strategy, SplitsSequences):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> Parallel:
-        """Create a `Parallel` strategy from a mapping with the field names of `ParallelismConfig`.
+        """Create a `Parallel` strategy from the fields of `ParallelismConfig`.
 
         Args:
             config: Mapping with the keys `dp_replicate_size`, `dp_shard_size`, `tp_size`, `cp_size` and `pp_size`.
@@ -138,7 +139,9 @@ class Parallel(Strategy, SplitsSequences):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Create the device mesh, and set up parallelism along each of its dimensions. All ranks must call this method.
+        """Create the device mesh, and set up parallelism along its dimensions.
+
+        All ranks must call this method.
 
         Raises:
             ConfigurationError: The sizes do not fit the world size, or an option does not work on the device.
@@ -171,7 +174,7 @@ class Parallel(Strategy, SplitsSequences):
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
 
     def _shard_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh over which parameters are sharded and replicated, or None if no parameter is sharded."""
+        """Return the mesh over which parameters are sharded and replicated, or None."""
         shard = submesh(mesh, "dp_shard", "cp")
         if mesh is None or shard is None or self.sizes.dp_replicate == 1:
             return shard
@@ -207,7 +210,7 @@ class Parallel(Strategy, SplitsSequences):
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are replaced in place by this process's part of each sequence.
+        """Return a context in which tensors hold this process's part of each sequence.
 
         Within the context, attention covers the tokens of all context-parallel processes.
         """
@@ -221,7 +224,7 @@ class Parallel(Strategy, SplitsSequences):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split a model over the mesh: into pipeline stages, tensor-parallel layers, and shards of parameters.
+        """Split a model over the mesh into stages, tensor-parallel layers and shards.
 
         Return the module to call, and the optimizers to step.
         """

@@ -77,7 +77,7 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 
 
 def plan_of_model(module: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel plan that a model, or a module within it, defines in `tp_plan` or `_tp_plan`."""
+    """Return the tensor-parallel plan that a model defines in `tp_plan` or `_tp_plan`."""
     for name, part in module.named_modules():
         plan = getattr(part, "tp_plan", None) or getattr(part, "_tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -91,7 +91,7 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlanMatch:
-    """Submodule that is split over tensor-parallel processes, with its name and the parallel style of its split."""
+    """Submodule that is split over tensor-parallel processes."""
 
     name: str
     module: nn.Module
@@ -99,7 +99,7 @@ class PlanMatch:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split layers of a module over processes, in place, by a plan that maps module names to parallel styles.
+    """Split layers of a module over processes, in place, by a tensor-parallel plan.
 
     Return the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
     """
@@ -130,14 +130,14 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """Return the submodules that a tensor-parallel plan splits over `count` processes, after checking their sizes."""
+    """Return the submodules that a tensor-parallel plan splits."""
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
 
 
 def whole_outputs_without_gradients(module: nn.Module) -> None:
-    """Register a forward hook that gathers a module's sharded outputs to full tensors while gradients are disabled."""
+    """Make a module return full tensors while gradients are disabled."""
 
     def make_whole(module: nn.Module, inputs: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
@@ -183,7 +183,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """Return the error message for a plan whose patterns match no module, with similar module names."""
+    """Return the error message for a tensor-parallel plan that matches no module."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:
@@ -200,7 +200,7 @@ def _no_match(module: nn.Module, plan: Plan) -> str:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of module names to a regular expression. `*` matches any characters except a dot."""
+    """Compile a pattern of module names, where `*` matches one level."""
     return re.compile("".join("[^.]*" if piece == "*" else re.escape(piece) for piece in re.split(r"(\*)", pattern)))
 
 
@@ -217,7 +217,7 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
 
 
 def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> None:
-    """Raise `ConfigurationError` if a layer size or a number of heads is not a multiple of `count`."""
+    """Raise an error if layer sizes or heads cannot be split evenly."""
     modules = dict(module.named_modules())
     for match in matches:
         for what, size in _split_sizes(match):
@@ -260,7 +260,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie those parameters again that were tied in `before` and that splitting the layers has separated."""
+    """Tie parameters again that splitting the layers has separated."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in before.items():
         groups[id(parameter)].append(name)
@@ -290,7 +290,10 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Copy the random state of a mesh's first rank to all its ranks, so that dropout masks are equal."""
+    """Copy the random state of a mesh's first rank to all its ranks.
+
+    Dropout masks are then equal.
+    """
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -308,7 +311,7 @@ class CopyCheck:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise `ConfigurationError` if copies of a parameter have different gradients on tensor-parallel processes."""
+        """Raise an error if a parameter's gradients differ between tensor-parallel processes."""
         copies = [
             (self._names.get(id(parameter), "?"), parameter.grad)
             for group in optimizer.param_groups
@@ -360,7 +363,7 @@ class LossParallel:
         self._context: AbstractContextManager[Any] | None = None
 
     def enable(self) -> None:
-        """Make `F.cross_entropy` accept logits that are sharded by class. Does nothing if it already accepts them."""
+        """Make `F.cross_entropy` accept logits that are sharded by class."""
         if self._context is not None:
             return
         self._context = loss_parallel()
@@ -405,7 +408,10 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_one_by_one(optimizer: Optimizer) -> None:
-    """Set `foreach=False` in parameter groups that mix DTensors and plain tensors, which torch cannot step together."""
+    """Set `foreach=False` for groups of both DTensors and plain tensors.
+
+    Torch cannot step these together.
+    """
     for group in optimizer.param_groups:
         chosen = group.get("foreach", False) is not None or group.get("fused")
         if not chosen and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
@@ -419,23 +425,26 @@ class Layers:
     """Default without tensor parallelism, which leaves layers whole."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split the model's layers over tensor-parallel processes, except modules whose `id` is in `elsewhere`."""
+        """Split the model's layers over tensor-parallel processes.
+
+        Modules whose `id` is in `elsewhere` are left out.
+        """
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare a model for training: give tensor-parallel processes equal random state, so that dropout agrees.
+        """Give tensor-parallel processes equal random state, so that dropout agrees.
 
         Also let `F.cross_entropy` accept logits that are sharded by class, if `loss_parallel` is set.
         """
 
     def check(self, optimizer: Optimizer) -> None:
-        """Check at the first optimizer step that replicated parameters have equal gradients on all processes."""
+        """Check at the first step that replicated parameters have equal gradients."""
 
     def teardown(self) -> None:
         """Undo the changes to `F.cross_entropy` at the end of a run, if there are any."""
 
 
 class SplitLayers(Layers):
-    """Tensor parallelism that splits the layers named in a plan over the processes of a mesh."""
+    """Tensor parallelism that splits the layers named in a plan."""
 
     def __init__(
         self,

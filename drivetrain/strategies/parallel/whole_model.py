@@ -38,11 +38,10 @@ class WholeModelPlacer:
         self._split_layers, self._rewrite_blocks = split_layers, rewrite_blocks
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for building a model. It does nothing, because the model is not sharded."""
         return nullcontext()
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Move a model to the device, split its tensor-parallel layers in place, and return the model.
+        """Move a model to the device, and split its tensor-parallel layers in place.
 
         A model that was placed before with the same mesh sizes is returned as it was placed then.
         """

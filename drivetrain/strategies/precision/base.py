@@ -14,9 +14,10 @@ from drivetrain.runtime.devices import DeviceKind
 
 
 class Precision:
-    """Base class for precisions. Without a subclass, it is plain float32 without autocast or loss scaling.
+    """Base class of precisions, which set the dtypes of training.
 
-    A precision sets dtypes and loss scaling. The strategy places tensors on devices.
+    The class itself is plain float32, without autocast or loss scaling. A precision sets dtypes and loss scaling. The
+    strategy places tensors on devices.
 
     Attributes:
         name: Canonical name, such as `"bf16"`.
@@ -31,7 +32,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Prepare the precision for a device type. Raise an error if these devices do not support the precision.
+        """Prepare the precision for a device type, or raise an error if it is unsupported.
 
         Args:
             kind: The device type.
@@ -41,7 +42,7 @@ class Precision:
         """
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Convert a model's parameters and buffers to the dtype in which this precision stores them.
+        """Convert a model's parameters and buffers to this precision's dtype.
 
         Args:
             model: The user's model.
@@ -52,19 +53,19 @@ class Precision:
         return model
 
     def convert_batch(self, batch: Any) -> Any:
-        """Convert a batch's floating-point tensors to the dtype that the model takes, and return the batch."""
+        """Convert a batch's floating-point tensors to the dtype that the model takes."""
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new modules get parameters in the precision's dtype, to save memory."""
+        """Return a context in which new modules get parameters in this dtype."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context manager for forward passes in this precision, such as `torch.autocast`."""
+        """Return the context manager for forward passes in this precision."""
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return the autocast context for code outside the model, disabled for a precision without autocast.
+        """Return the autocast context for code outside of the model.
 
         Args:
             kind: The device type.
@@ -74,11 +75,11 @@ class Precision:
         return torch.autocast(kind.autocast_type, enabled=False, cache_enabled=cache_enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale before its backward pass, so that small gradients do not become zero."""
+        """Multiply a loss by the loss scale before its backward pass."""
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Keep the loss scale constant while `holds()` is True, that is, while gradients accumulate.
+        """Keep the loss scale constant while `holds()` returns True.
 
         Accumulated gradients were computed with the current scale, which therefore must not change before their step.
         """
@@ -93,7 +94,7 @@ class Precision:
         """
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the loss scale, so that they can be read or clipped."""
+        """Divide an optimizer's gradients by the loss scale."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Run an optimizer's step. Return False if it was skipped because a gradient overflowed.
@@ -112,7 +113,7 @@ class Precision:
         return True
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Raise if an optimizer holds parameters in a dtype that this precision cannot train, such as float16.
+        """Raise an error if this precision cannot train the dtype of a parameter.
 
         Args:
             optimizer: The prepared optimizer.
@@ -123,7 +124,7 @@ class Precision:
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Adapt an optimizer to this precision before its first step, and return the optimizer to use instead.
+        """Adapt an optimizer to this precision before its first step.
 
         Args:
             optimizer: The user's optimizer.
@@ -134,7 +135,7 @@ class Precision:
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision's state for a checkpoint, such as the current loss scale of fp16."""
+        """Return the precision's state for a checkpoint, such as the loss scale."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,7 +154,7 @@ def overrides(precision: Precision, method: str) -> bool:
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """Gradient scaler for sharded gradients: if they overflow on any process, all processes skip the step.
+    """Gradient scaler that skips a step on all processes if one overflows.
 
     Torch's `GradScaler` checks one process's gradients, and cannot handle plain tensors and DTensors together.
     """

@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.true import refuse_without_bf16
 
 
 class MixedPrecision(Precision):
-    """Base class for mixed precision, which keeps parameters in float32 and runs forward under autocast.
+    """Base class for mixed precision: float32 parameters, and forward under autocast.
 
     Args:
         cache_enabled: Cache the cast copies of weights within one forward pass.
@@ -47,7 +47,10 @@ class MixedPrecision(Precision):
 
 
 class BFloat16Mixed(MixedPrecision):
-    """Mixed precision with bfloat16, which has the range of float32 and therefore needs no loss scaling."""
+    """Mixed precision with bfloat16, without loss scaling.
+
+    Bfloat16 has the range of float32.
+    """
 
     name = "bf16"
     aliases = ("bf16-mixed",)
@@ -59,10 +62,11 @@ class BFloat16Mixed(MixedPrecision):
 
 
 class Float16Mixed(MixedPrecision):
-    """Mixed precision with float16 and loss scaling (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
+    """Mixed precision with float16 and loss scaling.
 
-    A step with overflowing gradients is skipped, and the loss scale is multiplied by `backoff_factor`. The scale is
-    updated before the next loss is scaled, after all optimizers have stepped.
+    Method: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740. A step with overflowing gradients is skipped,
+    and the loss scale is multiplied by `backoff_factor`. The scale is updated before the next loss is scaled, after all
+    optimizers have stepped.
 
     Args:
         init_scale: Initial loss scale.

@@ -35,7 +35,9 @@ _PRECISIONS: dict[str, type[Precision]] = {}
 
 
 def register_precision(precision: type[Precision], *, replace: bool = False) -> type[Precision]:
-    """Register a `Precision` class under its names. Can be used as a class decorator.
+    """Register a `Precision` class under its names.
+
+    Can be used as a class decorator.
 
     Args:
         precision: The class. Its names are matched in lower case.
@@ -68,7 +70,9 @@ def available_precisions() -> list[str]:
 
 
 def resolve_precision(spec: str | int | Precision | None) -> Precision:
-    """Return the precision that a name such as `"bf16"` stands for. A `Precision` object is returned unchanged.
+    """Return the precision that a name such as `"bf16"` stands for.
+
+    A `Precision` object is returned unchanged.
 
     Args:
         spec: A canonical name such as `"bf16"`, an alias such as `"bf16-mixed"`, a number of bits (16, 32 or 64), a

@@ -23,7 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counter of XLA's compilations during training and evaluation, which warns if they do not stop."""
+    """Counter of XLA's compilations, which warns if they do not stop."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -55,11 +55,11 @@ class Compilations:
         return data[1] / 1e9 if data else 0.0
 
     def record_batch(self, batch: Any) -> None:
-        """Remember the shapes of a batch's tensors, to name the changing ones if XLA compiles again and again."""
+        """Record the shapes of a batch's tensors, to name the changing ones in a warning."""
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step. Warn if many of the last steps had to wait for XLA to compile a graph."""
+        """Count an optimizer step, and warn if XLA has compiled for many of the last ones."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)
@@ -73,7 +73,10 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Record the end of a batch. Outside of training, warn if XLA compiles for every batch."""
+        """Record the end of a batch.
+
+        Outside of training, warn if XLA compiles for every batch.
+        """
         if self._stepped:
             self._stepped = False
             # The step has counted its own compilations.
@@ -108,7 +111,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """Return the name and shape of each tensor in a nested batch, such as `("batch['x']", (8, 3))`."""
+    """Return the name and shape of each tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):
@@ -119,7 +122,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return text for a warning: which tensor shapes changed between batches, and how to avoid that."""
+    """Describe which tensor shapes changed between batches, for a warning."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

@@ -41,10 +41,10 @@ logger = get_logger(__name__)
 
 
 class XLAGradients(Gradients):
-    """Gradient operations for XLA devices. XLA itself reduces gradients over the devices of one process."""
+    """Gradient operations for XLA devices of one process."""
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients to a total norm of at most `max_norm`. Return the norm before clipping.
+        """Clip gradients to a total norm, and return the norm before clipping.
 
         The norm is computed at least in float32. XLA sums squares in the gradients' dtype. In bfloat16, the norm of a
         small model was 5 % too low.
@@ -57,7 +57,7 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradient operations for several XLA processes, whose gradients are averaged in each backward pass.
+    """Gradient operations that average over several XLA processes.
 
     XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
     averaged gradients, so several backwards of a step may each do it.
@@ -78,7 +78,7 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Add a model whose gradients are averaged over all processes in each later backward pass."""
+        """Average a model's gradients over all processes from now on."""
         self._models[model] = None
 
     def average(self) -> None:
@@ -108,7 +108,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of an XLA device mesh: model replicas, shards of each parameter, and parts of split layers."""
+    """Sizes of an XLA device mesh, by replicas, shards and split layers."""
 
     data: int = REST
     shard: int = 1
@@ -127,7 +127,7 @@ class MeshShape:
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """Return the mesh shape with -1 replaced, so that the product of all sizes is the number of devices."""
+        """Return the mesh shape with -1 replaced by the remaining number of devices."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -145,7 +145,7 @@ class MeshShape:
 
 
 class DeviceMesh:
-    """The XLA devices of this process, arranged as a mesh over whose axes tensors can be sharded."""
+    """XLA devices of this process, as a mesh over which tensors are sharded."""
 
     def __init__(self, shape: MeshShape) -> None:
         self.shape = shape
@@ -153,19 +153,25 @@ class DeviceMesh:
 
     @cached_property
     def mesh(self) -> Any:
-        """The mesh object of torch_xla for these devices. It is created on first use."""
+        """The mesh object of torch_xla for these devices."""
         shape = self.shape
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Distribute a tensor over the devices in place. `spec` is the mesh axis for each dimension, or None."""
+        """Distribute a tensor over the devices in place.
+
+        `spec` is the mesh axis for each dimension, or None.
+        """
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Distribute a parameter over the devices in place. `spec` is the mesh axis for each dimension, or None."""
+        """Distribute a parameter over the devices in place.
+
+        `spec` is the mesh axis for each dimension, or None.
+        """
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -179,26 +185,26 @@ class DeviceMesh:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Distribute a tensor over the devices in place, as `parameter` is. Used for optimizer state."""
+        """Distribute optimizer state over the devices as its parameter is."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if the tensor is sharded over devices, False if each device holds a full copy."""
+        """Return True if a tensor is sharded, and False if each device has a copy."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return the text in which XLA describes how a tensor is sharded. Empty if the tensor is not sharded."""
+        """Return XLA's description of how a tensor is sharded, or an empty text."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Choose the dimension along which to shard a parameter. Return a mesh axis or None for each dimension.
+    """Choose the dimension along which to shard a parameter.
 
-    The largest dimension that the number of devices divides is chosen, or else the largest. `taken` contains axes that
-    are already assigned, for example by tensor parallelism.
+    Returns a mesh axis or None for each dimension. The largest dimension that the number of devices divides is chosen,
+    or else the largest. `taken` contains axes that are already assigned, for example by tensor parallelism.
     """
     spec = list(taken or [None] * len(shape))
     free = [dim for dim, axis in enumerate(spec) if axis is None]
@@ -215,7 +221,10 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Placement of batches on XLA devices. Before each transfer, it starts the computation recorded so far."""
+    """Placement of batches on XLA devices.
+
+    Before each transfer, the computation recorded so far is started.
+    """
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
@@ -247,7 +256,7 @@ class XLABatches(BatchPlacement):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a full copy of a tensor on the CPU, even if its parts lie on several XLA devices.
+    """Return a full copy of a tensor of XLA devices on the CPU.
 
     `Tensor.cpu()` compiles and runs a program that gathers a sharded tensor on each device at every call (torch_xla
     2.9). This function transfers each part and compiles nothing.
@@ -323,7 +332,10 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return how a tensor-parallel plan splits parameters: a mesh axis or None per dimension, by name."""
+    """Return the mesh axes along which a tensor-parallel plan splits parameters.
+
+    For each name, there is an axis or None per dimension.
+    """
     if devices == 1 or plan is None:
         return {}
     from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model
@@ -354,10 +366,11 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
 
 
 class XLA(Strategy, PlacesBatches):
-    """Strategy for XLA devices such as TPUs. XLA compiles each step as a whole at its first run.
+    """Strategy for XLA devices such as TPUs.
 
-    One process uses all devices of its machine (SPMD): its batch is the global batch, whose rows are sharded over the
-    devices, and XLA inserts the collectives. With several processes, each uses one device.
+    XLA compiles each step as a whole at its first run. One process uses all devices of its machine (SPMD): its batch is
+    the global batch, whose rows are sharded over the devices, and XLA inserts the collectives. With several processes,
+    each uses one device.
 
     Args:
         tp: The number of devices that share the computation of each layer.
@@ -471,7 +484,7 @@ class XLA(Strategy, PlacesBatches):
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model to the precision, and move it to the XLA devices, sharded or copied as configured."""
+        """Convert a model to the precision, and move it to the XLA devices."""
         converted = precision.convert(model)
         if not move:
             return converted
@@ -535,10 +548,10 @@ class XLA(Strategy, PlacesBatches):
 
 
 class XLAFSDP(XLA):
-    """Strategy that shards parameters over XLA devices (Xu et al., 2021, https://arxiv.org/abs/2105.04663).
+    """Strategy that shards parameters over XLA devices.
 
-    Each parameter is sharded along one dimension. XLA gathers it where it is used, and shards its gradient and
-    optimizer state in the same way.
+    Method: Xu et al., 2021, https://arxiv.org/abs/2105.04663. Each parameter is sharded along one dimension. XLA
+    gathers it where it is used, and shards its gradient and optimizer state in the same way.
 
     Args:
         replicate_size: The number of replicas of the sharded model.
@@ -603,14 +616,14 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Way of rounding floats to bfloat16 on XLA: the option that selects it, and the environment variable to set."""
+    """Way of rounding floats to bfloat16 on XLA."""
 
     option: str | None = None
     variable: str | None = None
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Return the rounding for the options `downcast_bf16` and `use_bf16`, of which only one may be True."""
+        """Return the rounding for the options `downcast_bf16` and `use_bf16`."""
         if downcast and use:
             raise ConfigurationError("downcast_bf16=True and use_bf16=True cannot be combined. Use only one.")
         if use:
@@ -620,7 +633,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set the environment variable by which torch_xla rounds floats to bfloat16, before XLA starts.
+        """Set the environment variable for rounding, before XLA starts.
 
         Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """
@@ -634,7 +647,10 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise unless the precision is `"bf16"`. Warn if torch_xla does not round floats as the user has chosen."""
+        """Raise an error unless the precision is `"bf16"`.
+
+        Warns if torch_xla does not round floats as the user has chosen.
+        """
         if self.variable is None:
             return
         if precision != "bf16":

@@ -59,7 +59,10 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """Look up a pipeline schedule by name. Return the schedule and its number of stages on each process."""
+    """Look up a pipeline schedule by name.
+
+    Returns the schedule and its number of stages on each process.
+    """
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
@@ -82,7 +85,7 @@ def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
 
 
 class ScheduledStage(_PipelineStageBase):
-    """Pipeline stage for torch's schedules that accepts micro-batches with different tensor shapes."""
+    """Pipeline stage that accepts micro-batches with different tensor shapes."""
 
     def __init__(
         self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
@@ -172,7 +175,7 @@ def _gradient(meta: Any) -> Any:
 
 
 class Scheduler:
-    """Executor of training steps on this process's pipeline stages, in the order of one of torch's schedules."""
+    """Executor of training steps in the order of a pipeline schedule of torch."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
         self._kind = kind
@@ -282,7 +285,7 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Create pipeline options from arguments of `Parallel` such as `pp_split`, given without the prefix `pp_`."""
+        """Create pipeline options from arguments of `Parallel` without their prefix."""
         allowed = [f"pp_{field.name}" for field in fields(cls)]
         for name in given:
             if f"pp_{name}" not in allowed:
@@ -310,7 +313,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Assignment of pipeline stages to processes, for a schedule and a number of stages on each process."""
+    """Assignment of pipeline stages to processes."""
 
     kind: ScheduleKind
     per_rank: int
@@ -341,7 +344,7 @@ class StageRanks:
 
 @dataclass(frozen=True)
 class PipelineGroup:
-    """Process group of a pipeline, with this process's rank in the group and the ranks of all stages."""
+    """Process group of a pipeline, with this process's rank and all stages' ranks."""
 
     group: dist.ProcessGroup
     rank: int

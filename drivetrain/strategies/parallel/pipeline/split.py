@@ -46,7 +46,10 @@ class StageLayout:
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """Return the name of the submodule to split into stages: `name`, or the child with most of the parameters."""
+    """Return the name of the submodule that is split into pipeline stages.
+
+    The default is the child with most of the parameters.
+    """
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
@@ -72,9 +75,10 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Choose the modules with which pipeline stages begin, so that all stages have similar numbers of parameters.
+    """Choose the modules with which pipeline stages begin.
 
-    The modules are blocks of the largest `ModuleList` or `Sequential`, or modules of the given classes.
+    All stages get similar numbers of parameters. The modules are blocks of the largest `ModuleList` or `Sequential`, or
+    modules of the given classes.
     """
     if classes:
         return _splits_between(module, count, classes)
@@ -133,7 +137,7 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Return the pipeline stage of each parameter, buffer and submodule of a module, as a `StageLayout`."""
+    """Return the pipeline stage of each tensor and submodule of a module."""
     count = len(splits) + 1
     _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _walk(module, splits)}
@@ -150,7 +154,10 @@ def lay_out(
 
 
 def is_within(name: str, path: str) -> bool:
-    """Return True if a dotted module name is `path` itself or lies below it. An empty path contains all names."""
+    """Return True if a dotted module name is a path or lies below it.
+
+    An empty path contains all names.
+    """
     return not path or name == path or name.startswith(f"{path}.")
 
 
@@ -288,7 +295,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Description of the tensors that pipeline stages exchange when a model is called with arguments of given shapes.
+    """Tensors that pipeline stages exchange for arguments of given shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -301,13 +308,13 @@ class Route:
 
 
 class ModelOutline:
-    """Copy of a model without weights. A trace of its forward shows which tensors pipeline stages must exchange.
+    """Copy of a model without weights, for traces of its forward.
 
-    Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
-    first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
-    output of an earlier module, or a value computed from it outside modules, that output is sent as well and replaces
-    the zeros. This is correct if no other value that depends on parameters crosses stages. The class checks this by
-    tracing every operation.
+    A trace shows which tensors pipeline stages must exchange. Each stage runs the model's own forward. Modules of
+    earlier stages return zeros of the right shapes, the stage's first module gets the received values, and the next
+    stage's first module ends the forward. If a later stage uses an output of an earlier module, or a value computed
+    from it outside modules, that output is sent as well and replaces the zeros. This is correct if no other value that
+    depends on parameters crosses stages. The class checks this by tracing every operation.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
@@ -340,7 +347,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Trace a forward call on tensor shapes alone. Return which tensors the pipeline stages must exchange."""
+        """Trace a forward call to find the tensors that pipeline stages must exchange."""
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:
@@ -408,7 +415,7 @@ class _Entry:
 
 
 class _Trace(TorchDispatchMode):
-    """Dispatch mode that traces a model's forward, to find which tensors a pipeline stage needs from earlier ones."""
+    """Dispatch mode that finds which tensors of earlier stages a pipeline stage needs."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -616,7 +623,7 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """Return a cache key for a model call. For calls with equal keys, stages exchange tensors of the same shapes."""
+    """Return a key that is equal for model calls with the same tensor shapes."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     # Autocast changes the dtypes of the tensors that stages exchange.

@@ -31,7 +31,7 @@ _MEMORY = "_pipelined"
 
 @dataclass(frozen=True)
 class SplitModel:
-    """Task whose model has been split into pipeline stages, with the stages that this process runs.
+    """Task whose model has been split into pipeline stages.
 
     Attributes:
         bare: The task.
@@ -61,7 +61,7 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Split a task's model into pipeline stages, and return it as a `SplitModel` with this process's stages.
+        """Split a task's model into pipeline stages.
 
         Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
         """
@@ -138,7 +138,7 @@ class Caught(BaseException):
 
 
 class ModelCalls:
-    """Interceptor of a split model's forward calls: within a task's step, it hands each call to the pipeline."""
+    """Interceptor that hands each call of a split model to the pipeline."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -172,7 +172,7 @@ class ModelCalls:
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Turn arguments of the split model into a `Call`, which also says which tensors the stages exchange."""
+        """Turn arguments of the split model into a `Call`."""
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(

@@ -38,7 +38,7 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """Call of the split model by a task's step: the arguments, and which tensors the pipeline stages exchange.
+    """Arguments of a call of the split model, and the tensors that stages exchange.
 
     Attributes:
         args: Positional arguments.
@@ -74,7 +74,7 @@ class _Unregistered:
 
 
 class StageModule(nn.Module):
-    """Module that runs one pipeline stage of a model, and that contains only the parameters of this stage."""
+    """Module that runs one pipeline stage, with only the stage's parameters."""
 
     def __init__(
         self,
@@ -129,7 +129,10 @@ class StageModule(nn.Module):
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Run one pipeline stage of the model. Return the tensors to send, or the model's output on the last stage."""
+        """Run one pipeline stage of the model.
+
+        Returns the tensors to send, or the model's output on the last stage.
+        """
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
@@ -301,7 +304,7 @@ def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros of any shape that use the memory of one element, to replace a parameter of another stage."""
+    """Return zeros of any shape that use the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -313,7 +316,7 @@ def _flat(name: str) -> str:
 
 
 class StageState:
-    """Saves and loads the state of a model that is split into pipeline stages, whichever rank holds a tensor."""
+    """Saves and loads the state of a model that is split into pipeline stages."""
 
     def __init__(
         self, bare: nn.Module, name: str, layout: StageLayout, group: dist.ProcessGroup, ranks: Sequence[int]
@@ -344,15 +347,15 @@ class StageState:
         return path.startswith(prefix) and path[len(prefix) :] in layout.modules
 
     def is_foreign(self, name: str) -> bool:
-        """Return True if only other processes of the pipeline hold the parameter or buffer of this name."""
+        """Return True if only other pipeline stages have the named tensor."""
         return name not in self._everywhere and self._holders.get(name, self._rank) != self._rank
 
     def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
-        """Return True if a parameter is an empty placeholder for one that a stage on another process trains."""
+        """Return True if another pipeline stage trains the parameter."""
         return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
-        """Replace parameters and buffers that only other processes hold by meta tensors, which need no memory."""
+        """Replace parameters and buffers of other pipeline stages by meta tensors."""
         stand_ins: dict[int, nn.Parameter] = {}
         for path, module in self._bare.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
@@ -381,7 +384,10 @@ class StageState:
             del optimizer.state[parameter]
 
     def model_state(self) -> StateDict:
-        """Return the task's state by name. Tensors of other stages are on the meta device. A collective call."""
+        """Return the task's state by name. A collective call.
+
+        Tensors of other stages are on the meta device.
+        """
         state: StateDict = {}
         for name, value in self._bare.state_dict().items():
             if not isinstance(value, Tensor):
@@ -400,7 +406,10 @@ class StageState:
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """Return the optimizer state of all stages. Other stages' tensors are on the meta device. A collective call."""
+        """Return the optimizer state of all stages. A collective call.
+
+        Tensors of other stages are on the meta device.
+        """
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, described, group=self.group)
@@ -419,7 +428,10 @@ class StageState:
         return {**own, "state": state, "param_groups": groups}
 
     def own_model_state(self, state: StateDict) -> StateDict:
-        """Return a full state dict with other stages' tensors on the meta device, so that loading skips them."""
+        """Return a state dict with other stages' tensors on the meta device.
+
+        Loading skips these.
+        """
         return {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta")
             if isinstance(value, Tensor) and self.is_foreign(name)
@@ -428,7 +440,7 @@ class StageState:
         }
 
     def own_optimizer_state(self, state: StateDict) -> StateDict:
-        """Return the part of a full optimizer state that belongs to this process's stages, so that it can be loaded."""
+        """Return the part of a full optimizer state that belongs to this process's stages."""
         groups = [
             {**group, "params": [name for name in group["params"] if not self.is_foreign(name)]}
             for group in state["param_groups"]
@@ -437,7 +449,10 @@ class StageState:
         return {**state, "state": own, "param_groups": groups}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Gather the full state dict of all stages on the CPU of rank 0. Other ranks get an empty dict."""
+        """Gather the full state dict of all pipeline stages on rank 0.
+
+        Other ranks get an empty dict.
+        """
         # One pipeline contains rank 0, and the others only take part in gathering shards.
         collects = dist.get_global_rank(self.group, 0) == 0
         whole: dict[str, Tensor] = {}
@@ -465,7 +480,7 @@ class StageState:
 
 
 class _Described:
-    """Shape and dtype of a tensor, sent to other processes when they do not need the values."""
+    """Shape and dtype of a tensor whose values other processes do not need."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -489,7 +504,7 @@ _COMPUTED, _FAILED = 1, 0
 
 
 class StagedModel:
-    """Model for inference whose pipeline stages run on different processes, exactly one stage on each process."""
+    """Model for inference with one pipeline stage on each process."""
 
     def __init__(
         self,
@@ -516,13 +531,14 @@ class StagedModel:
         return self._rank == self._last
 
     def check(self, request: Request) -> None:
-        """Raise `ConfigurationError` if the model cannot run a request, the `(args, kwargs)` of a model call."""
+        """Raise `ConfigurationError` if the model cannot run a request."""
         self._route(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Any]]:
-        """Call the model with each request's `(args, kwargs)`. Yields `(request, output)`, on the last stage only.
+        """Call the model with each request's `(args, kwargs)`.
 
-        All processes must call this method. A stage computes one request while the previous stage computes the next.
+        Yields `(request, output)` on the last stage only. All processes must call this method. A stage computes one
+        request while the previous stage computes the next.
         """
         link = _Link(self._rank, self._last, self._device, self._in_flight)
         for request in requests if self._rank == 0 else link.requests():
@@ -535,7 +551,10 @@ class StagedModel:
         link.finish()
 
     def _compute(self, request: Request, link: _Link) -> Any:
-        """Run this stage for a request: receive tensors, compute, and send the results. Return the stage's output."""
+        """Receive tensors for a request, run this stage, and send the results.
+
+        Returns the stage's output.
+        """
         try:
             route = self._route(request)
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()
@@ -559,14 +578,17 @@ class StagedModel:
 
 
 class _Link:
-    """Connection of a stage to its neighbours in an inference pipeline, which carries requests and tensors."""
+    """Connection of a stage to its neighbours in an inference pipeline."""
 
     def __init__(self, rank: int, last: int, device: torch.device, in_flight: int) -> None:
         self._rank, self._last, self._device, self._in_flight = rank, last, device, in_flight
         self._sent: deque[list[Any]] = deque([[]])
 
     def requests(self) -> Iterator[Request]:
-        """Yield requests from the previous stage, each the `(args, kwargs)` of a model call, until it sends None."""
+        """Yield requests from the previous stage until it sends None.
+
+        A request has the `(args, kwargs)` of a model call.
+        """
         while True:
             size = self._receive((1,), torch.int64)
             content = self._receive((int(size.item()),), torch.uint8)
@@ -607,7 +629,7 @@ class _Link:
             self._send(value)
 
     def receive_values(self, shapes: Iterable[TensorShape]) -> tuple[Tensor, ...]:
-        """Receive tensors of the given shapes from the previous stage, and return them as a tuple."""
+        """Receive tensors of the given shapes from the previous stage."""
         if int(self._receive((1,), torch.int64).item()) == _FAILED:
             raise CollectiveError(
                 f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} cannot continue. The error is "

@@ -47,7 +47,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runner of training steps of a task whose model is split: it sends a step's micro-batches through all stages.
+    """Runner of optimizer steps of a task whose model is split into stages.
 
     Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
     pipeline's output, to get the loss.
@@ -66,9 +66,9 @@ class TrainingWindow:
         self._zero = torch.zeros((), device=topology.device)
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward for all micro-batches of an optimizer step. Return the results of `step_fn`.
+        """Run forward and backward for all micro-batches of an optimizer step.
 
-        Processes without the last stage return None for each micro-batch.
+        Returns the results of `step_fn`. Processes without the last stage return None for each micro-batch.
         """
         # Only the last stage scales losses, but all stages must have the same scale and change it together.
         self._precision.scale(self._zero)
@@ -110,7 +110,10 @@ class TrainingWindow:
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run a task's step with `output` in place of its model's output. Return the step's result and the loss."""
+        """Run a task's step with a computed output in place of the model's call.
+
+        Returns the step's result and the loss.
+        """
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -127,7 +130,10 @@ class TrainingWindow:
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Store the loss of the current micro-batch. The pipeline schedule computes its gradients later."""
+        """Store the loss of the current micro-batch.
+
+        The pipeline schedule computes its gradients later.
+        """
         if kwargs:
             raise ConfigurationError(f"The backward of a pipeline does not accept {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -135,7 +141,7 @@ class TrainingWindow:
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
-        """Return a seed for each micro-batch, equal on all stages, so that all stages draw the same random numbers.
+        """Return a random seed for each micro-batch, equal on all stages.
 
         The seeds come from a separate generator, so that the data order equals that of one process.
         """
@@ -183,7 +189,10 @@ class StagedGradients(ShardedGradients):
         return total
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Combine this process's gradient norm with those of all pipeline stages. A collective call."""
+        """Combine a gradient norm with those of all pipeline stages.
+
+        A collective call.
+        """
         # In one dtype on all processes, because one without gradients has no dtype to take from them.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
@@ -198,7 +207,7 @@ class StagedGradients(ShardedGradients):
 
 
 class StagedState(ShardedState):
-    """Saving and loading of a split model and its optimizers, of which each process holds only its own stages."""
+    """State of a split model and its optimizers, of which a process has some stages."""
 
     held_as = "parts"
 
@@ -235,7 +244,10 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Wrapper, called as `module(step, batch, ...)`, that runs an evaluation step on all stages of a split model."""
+    """Module that runs evaluation steps on all stages of a split model.
+
+    It is called as `module(step, batch, ...)`.
+    """
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
@@ -293,7 +305,7 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Placer of a pipeline stage: it shards the stage's parameters, and enables recomputation and compilation."""
+    """Placer that shards, checkpoints and compiles a pipeline stage."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
@@ -309,7 +321,7 @@ class StagePlacer:
 
 
 class Pipeline(Strategy):
-    """Strategy for pipeline parallelism: it splits a model into stages and runs micro-batches through them."""
+    """Strategy that splits a model into stages, and runs micro-batches through them."""
 
     name = "parallel"
     schedules_microbatches = True
@@ -351,7 +363,7 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Distribute a model over the mesh: split it into stages, apply tensor parallelism, and shard parameters."""
+        """Distribute a model over the mesh of pipeline stages, layers and shards."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
@@ -375,7 +387,10 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model into stages. Also returns the `id` of each module whose parameters are on other processes."""
+        """Split a model into pipeline stages.
+
+        Also returns the `id` of each module whose parameters are on other processes.
+        """
         if not isinstance(model, StepModule):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} splits {type(model).__name__} into stages, which interleave forward "

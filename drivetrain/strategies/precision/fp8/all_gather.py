@@ -28,7 +28,7 @@ _version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
-    """Extension of a sharded weight, which makes FSDP gather the weight in float8 to save communication."""
+    """Extension of a sharded weight, which FSDP then gathers in float8."""
 
     def __init__(self, layer: Any) -> None:
         from torchao.float8.float8_linear import Float8Linear
@@ -76,14 +76,14 @@ class GatheredWeight:
 
 
 class Float8AllGather:
-    """Record of the weights that FSDP gathers in float8, and of the optimizers that change these weights."""
+    """Record of the weights that FSDP gathers in float8, and of their optimizers."""
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Make FSDP gather the weights of float8 layers in float8, and record those that `optimizer` steps."""
+        """Make FSDP gather the weights of float8 layers in float8."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
@@ -99,7 +99,10 @@ class Float8AllGather:
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:
-        """Compute new float8 scales for the weights that an optimizer has changed. All processes must call this."""
+        """Compute new float8 scales for the weights that an optimizer has changed.
+
+        All processes must call this.
+        """
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for layers in self._groups.get(optimizer, ()):

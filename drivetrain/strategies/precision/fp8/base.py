@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class FP8Backend(ABC):
-    """Base class for adapters to packages that compute linear layers in float8, such as torchao.
+    """Base class for adapters to packages that compute linear layers in float8.
 
     Attributes:
         name: Name for `FP8(backend=name)`.
@@ -30,22 +30,22 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Import the backend's package. Raise an error if it is missing or if the device does not support float8."""
+        """Import the backend's package, and check that the device supports float8."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make a model's linear layers in `layers` compute in float8, and leave those in `kept` unchanged."""
+        """Make the given linear layers of a model compute in float8."""
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """Return the context in which forward passes with this backend must run, or None if they need none."""
+        """Return the context for forward passes with this backend, or None."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Adapt an optimizer to float8 models before its first step, and return the optimizer to use instead."""
+        """Adapt an optimizer to float8 models before its first step."""
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Update what depends on the weights' values, such as float8 scales, after an optimizer step."""
+        """Update float8 scales and the like after an optimizer step."""
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Return the models' float8 scales and related state for a checkpoint."""
@@ -56,7 +56,10 @@ class FP8Backend(ABC):
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """Return the allowed value that equals a given name, ignoring case. Raise a `ConfigurationError` if none does."""
+    """Return the allowed value that equals a name, ignoring case.
+
+    Raises a `ConfigurationError` if none does.
+    """
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
@@ -86,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """Linear layers of a model, divided into those to convert to float8 and those to leave unchanged.
+    """Linear layers of a model, divided by whether they compute in float8.
 
     Attributes:
         converted: Layers to convert to float8.
@@ -104,7 +107,7 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Divide a model's linear layers into those to convert to float8 and those that keep their precision.
+    """Choose the linear layers of a model that compute in float8.
 
     A layer is converted if its sizes are multiples of `multiple_of` and `wanted` returns True for the layer and its
     name. `keep_first_and_last` leaves the first and the last linear layer unchanged.
@@ -140,7 +143,7 @@ def _computes_by_itself(layer: nn.Linear) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Join names with commas for an error message. A long list is shortened to its first names and a count."""
+    """Join names for an error message, with a count in place of most of a long list."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

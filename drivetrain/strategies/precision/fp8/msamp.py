@@ -18,9 +18,10 @@ _KEEP = "use_fp32_linear"
 
 
 class MSAMP(FP8Backend):
-    """FP8 backend that uses MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313) on one NVIDIA GPU.
+    """FP8 backend that uses MS-AMP on one NVIDIA GPU.
 
-    The package is no longer developed. It replaces an Adam or AdamW optimizer, and keeps weights in scaled float16.
+    Method: Peng et al., 2023, https://arxiv.org/abs/2310.18313. The package is no longer developed. It replaces an Adam
+    or AdamW optimizer, and keeps weights in scaled float16.
     """
 
     name = "msamp"
@@ -73,7 +74,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State dict hook that stores MS-AMP's weights as plain float32 tensors, which all programs can load."""
+    """State dict hook that stores MS-AMP's weights as plain float32 tensors."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):

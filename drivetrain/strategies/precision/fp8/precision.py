@@ -30,10 +30,10 @@ _BASES = ("bf16", "32")
 
 
 class FP8(MixedPrecision):
-    """Precision that computes linear layers in float8 (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+    """Precision that computes linear layers in float8.
 
-    Parameters, gradients and optimizer state keep the model's dtype, usually float32. Checkpoints and exports have the
-    names of the unconverted model.
+    Method: Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433. Parameters, gradients and optimizer state keep
+    the model's dtype, usually float32. Checkpoints and exports have the names of the unconverted model.
 
     Args:
         backend: `"torchao"`, `"te"` (TransformerEngine), `"msamp"`, or a backend object such as `TorchAO()`.
@@ -237,7 +237,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the section `fp8_config` of a launcher's YAML file to keyword arguments of `FP8`.
+    """Convert a launcher's `fp8_config` section to arguments of `FP8`.
 
     Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """

@@ -22,9 +22,9 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """FP8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
+    """FP8 backend that uses NVIDIA's TransformerEngine.
 
-    It runs on NVIDIA GPUs of the Ada generation or newer.
+    See https://docs.nvidia.com/deeplearning/transformer-engine. It runs on NVIDIA GPUs of the Ada generation or newer.
     """
 
     name = "te"
@@ -142,7 +142,7 @@ class TransformerEngine(FP8Backend):
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Return True if the device supports a float8 recipe, and otherwise False with a reason for the user."""
+    """Return whether the device supports a float8 recipe, with a reason if not."""
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -167,7 +167,10 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """Return a layer's float8 scales with their history of largest values. Empty before the first forward."""
+    """Return a layer's float8 scales and the history of its largest values.
+
+    Empty before the first forward.
+    """
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 

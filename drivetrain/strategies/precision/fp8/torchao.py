@@ -27,10 +27,10 @@ _TORCHAOS_NAMES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
 class TorchAO(FP8Backend):
-    """FP8 backend that uses torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    """FP8 backend that uses torchao.
 
-    Scales are computed from the current values, so there is no state to save. On devices without float8 arithmetic,
-    the computation is emulated.
+    See https://github.com/pytorch/ao/tree/main/torchao/float8. Scales are computed from the current values, so there is
+    no state to save. On devices without float8 arithmetic, the computation is emulated.
     """
 
     name = "torchao"
@@ -89,7 +89,7 @@ class TorchAO(FP8Backend):
         return not self._kind.supports_float8() if given is None else given
 
     def config(self) -> Float8LinearConfig:
-        """Return torchao's float8 configuration for the chosen recipe, without torchao's own all-gather.
+        """Return torchao's float8 configuration for the chosen recipe.
 
         torchao's all-gather would replace the parameters with a tensor subclass.
         """
@@ -140,7 +140,7 @@ def _import_convert() -> Any:
 
 @cache
 def float8_layer() -> type[nn.Module]:
-    """Return a variant of torchao's linear layer that also works in inference mode and under any autocast.
+    """Return torchao's float8 layer, made fit for inference mode and any autocast.
 
     torchao 0.18 supports only CUDA's autocast. In inference mode, torch does not decompose operations on its tensors.
     """
