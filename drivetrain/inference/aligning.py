@@ -628,7 +628,7 @@ class UserCpuOffloadHook:
 def cpu_offload_with_hook(
     model: ModuleT, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[ModuleT, UserCpuOffloadHook]:
-    """Keep a model in CPU memory until its forward.
+    """Keep a model in CPU memory until its forward, and on the device afterwards.
 
     It then stays on the device until another model runs. This serves pipelines of several models in which one model may
     run many times in a row. A model leaves the device when its successor runs, or when `offload()` of its handle is

@@ -182,7 +182,7 @@ class DeviceCopies:
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Replace the device copies of one group by its offloaded weights.
+        """Put the offloaded weights of one group back in place of their device copies.
 
         Their memory is freed unless they may stay on the device.
         """

@@ -36,7 +36,7 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Memory limits from `get_balanced_memory`.
+    """Memory limits as `get_balanced_memory` returns them.
 
     Given these, `infer_auto_device_map` reserves no extra memory.
     """

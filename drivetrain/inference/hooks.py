@@ -235,11 +235,11 @@ def hook_of(module: nn.Module) -> ModelHook | None:
 
 
 def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -> ModuleT:
-    """Add a hook to a module. An existing hook is replaced, or runs first if `append` is True.
+    """Add a hook to a module, in place of or after an existing one.
 
-    The module's `forward` method does not change. The hook uses `register_forward_pre_hook` and
-    `register_forward_hook`, and runs closer to the forward than the module's other hooks. It is available as
-    `module._hf_hook`.
+    With `append`, an existing hook stays and runs first. The module's `forward` method does not change. The hook uses
+    `register_forward_pre_hook` and `register_forward_hook`, and runs closer to the forward than the module's other
+    hooks. It is available as `module._hf_hook`.
 
     Args:
         module: The module.

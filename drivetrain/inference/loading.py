@@ -156,7 +156,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, with each weight on its device of a device map.
+    """Load a checkpoint into a model whose weights are on the devices of a device map.
 
     Tied weights need only one of their names in the checkpoint. Weights on disk are memory-mapped from the checkpoint's
     own files if these are safetensors of the right dtype.

@@ -81,7 +81,7 @@ class _OnDevice(ContextDecorator):
 
 
 class _Context(NamedTuple):
-    moved: _Moved
+    moved: _CopyOnce
     include_buffers: bool
 
 
@@ -91,7 +91,7 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
     _watch_registration()
     contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
-    contexts.append(_Context(_Moved(device), include_buffers))
+    contexts.append(_Context(_CopyOnce(device), include_buffers))
     try:
         # `torch.device` as a context affects only this thread. An inner context without `include_buffers` must undo
         # an outer one with it, so it enters the original default device.
@@ -129,7 +129,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
     return None
 
 
-class _Moved:
+class _CopyOnce:
     """Function that copies tensors to a device, and each tensor only once."""
 
     def __init__(self, device: torch.device) -> None:

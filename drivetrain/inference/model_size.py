@@ -245,7 +245,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes per parameter that training in one precision needs.
+    """Bytes that one parameter takes in training in one precision.
 
     Attributes:
         weight: The stored weight.

@@ -81,7 +81,7 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Return a value as a parameter or tensor with the attributes of an old one."""
+    """Return a tensor to put in place of an old one, with its attributes."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -188,7 +188,10 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file atomically. An existing file is replaced, not overwritten, because it may be memory-mapped."""
+    """Write a file by replacing an existing one atomically.
+
+    An existing file may be memory-mapped, so it must not be overwritten.
+    """
     written = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Device of each block of a model, as the solver for device maps found it.
+    """Devices that were chosen for the blocks of a model.
 
     Attributes:
         places: Budget index of each block.

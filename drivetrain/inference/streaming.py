@@ -192,7 +192,7 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Record that a module of a group has run.
+        """Record that a module of a group of offloaded weights has run.
 
         After the group's last module, free its weights on the device.
 

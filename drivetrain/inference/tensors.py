@@ -185,13 +185,13 @@ def set_module_tensor_to_device(
     placed = None if address is None else tied_params_map[address].get(target)  # type: ignore[index]
     if placed is not None and placed.shape == source.shape:
         alike = isinstance(placed, nn.Parameter) == isinstance(old, nn.Parameter)
-        table[name] = placed if alike else _on(old, placed, target, placed.dtype, non_blocking)
+        table[name] = placed if alike else _copy_to_device(old, placed, target, placed.dtype, non_blocking)
         return
     wanted = torch_dtype(dtype) if dtype is not None else None if value is None else old.dtype
     if dtype is not None and not source.is_floating_point():
         wanted = None
     if value is not None or old.device != target or wanted not in (None, old.dtype):
-        table[name] = _on(old, value, target, wanted, non_blocking)
+        table[name] = _copy_to_device(old, value, target, wanted, non_blocking)
     if fp16_statistics is not None:
         table[name].SCB = fp16_statistics.to(target)
     if address is not None:
@@ -250,7 +250,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _on(
+def _copy_to_device(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
     """Copy a tensor to a device, with its class and attributes.

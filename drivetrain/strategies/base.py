@@ -236,7 +236,7 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over processes, where ranks with equal data count once.
+        """Return the sum of a tensor over processes. Ranks with equal data count once.
 
         A collective call.
         """
@@ -673,7 +673,7 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return this process's parameters or shards by name, not as copies.
+        """Return this process's own parameters or shards by name.
 
         Changes to them change the model. Parameters gathered for a forward pass are freed first, so that the next
         forward pass uses the written values. Call it again after `requires_grad` has changed on any parameter.
@@ -900,7 +900,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module that a loop calls for training or evaluation.
+        """Return the module to call for training or evaluation.
 
         For evaluation, this may be the model without DDP's wrapper.
 
@@ -952,7 +952,7 @@ class Strategy(ABC):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Run an optimizer's step. Return False if it was skipped because gradients overflowed in low precision.
+        """Run an optimizer's step.
 
         Args:
             optimizer: The optimizer.
@@ -1126,8 +1126,8 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
     """Return a loss of zero for a skipped batch.
 
-    Its backward pass joins the reduction of gradients. Raises a `ConfigurationError` if the strategy also needs the same
-    number of forward passes on all processes.
+    Its backward pass joins the reduction of gradients. Raises a `ConfigurationError` if the strategy also needs the
+    same number of forward passes on all processes.
     """
     if strategy.needs_even_batches:
         raise ConfigurationError(

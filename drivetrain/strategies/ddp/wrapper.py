@@ -481,7 +481,7 @@ class DriftCheck:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
         compared += [parameter.detach() for _, parameter in named]
-        own = _prints(compared, named[0][1].device)
+        own = _fingerprints(compared, named[0][1].device)
         # One reduction gives both extremes: the minimum is the negative of the maximum of the negated values.
         most = reduce(torch.cat([own, -own]), "max")
         different = _differ(most[: len(own)], -most[len(own) :])
@@ -623,7 +623,7 @@ class Copies:
         return run
 
 
-def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+def _fingerprints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Return a fingerprint of each tensor, by which processes compare their copies.
 
     It consists of the norm and a scaled sum.

@@ -415,7 +415,7 @@ def _keep_optimizer(config: Config, optimizer: Optimizer) -> None:
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage of a DeepSpeed configuration, or None if it is open."""
+    """Return the ZeRO stage that a DeepSpeed configuration sets, or None."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else _whole(found)
 
@@ -633,18 +633,18 @@ def build_config(
     """
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
-    _add(zero, "zero_optimization.stage", "stage", stage)
+    _set_option(zero, "zero_optimization.stage", "stage", stage)
     found = stage_of(config)
     if found is None:
         found = zero["stage"] = 2
     if found not in STAGES:
         raise ConfigurationError(f"stage={found!r} is not a ZeRO stage. Allowed: {', '.join(map(str, STAGES))}.")
     for key, value in offload.items():
-        _add(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
+        _set_option(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
     for key, value in zero_options.items():
-        _add(zero, f"zero_optimization.{key}", key, value)
+        _set_option(zero, f"zero_optimization.{key}", key, value)
     for key, value in general.items():
-        _add(config, key, key, value)
+        _set_option(config, key, key, value)
     if _device(zero.get("offload_param")) not in ("none", AUTO) and found != 3:
         raise ConfigurationError(
             f"offload_param needs stage=3, because other stages do not shard parameters, but this is stage {found}."
@@ -755,7 +755,7 @@ def uses_nvme(config: Config) -> bool:
     return any(_device(zero.get(key)) == "nvme" for key in ("offload_optimizer", "offload_param"))
 
 
-def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
+def _set_option(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
     """Set a DeepSpeed option. Raise an error if the configuration has another value.
 
     Does nothing if `value` is None.

@@ -121,7 +121,7 @@ class Participation:
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Restart the record for a loaded checkpoint.
+        """Restart the record of missing gradients for a loaded checkpoint.
 
         Parameters in `without_state` count as never stepped.
         """
@@ -137,7 +137,7 @@ class Participation:
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the names of those of the given parameters that are in a model."""
+    """Return the names that the given parameters have in a model."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 

@@ -111,7 +111,7 @@ def _is_open(path: Path) -> bool | None:
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Set whether DeepSpeed communicates through shared memory on the CPU.
+    """Context manager that sets whether DeepSpeed uses shared memory on the CPU.
 
     DeepSpeed compiles the operator if necessary. With `wanted=None`, it is used only if it is already compiled.
     """

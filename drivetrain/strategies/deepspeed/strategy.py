@@ -254,7 +254,7 @@ class DeepSpeed(Configured):
             return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Prepare a model without an optimizer."""
+        """Prepare a model without an optimizer for DeepSpeed."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]

@@ -74,8 +74,8 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
     """Load a full state dict into a model and its DeepSpeed engine.
 
-    A collective call. Master weights are loaded, too. Returns the missing and unexpected names. Raises `CheckpointError`
-    if there are any and `strict` is True, or if a shape is wrong.
+    A collective call. Master weights are loaded, too. Returns the missing and unexpected names. Raises
+    `CheckpointError` if there are any and `strict` is True, or if a shape is wrong.
     """
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}

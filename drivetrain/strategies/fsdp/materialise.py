@@ -119,7 +119,7 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize a sharded model with values that rank 0 draws.
+        """Initialize a sharded model with random values that rank 0 draws.
 
         Done module by module, to save memory. Each process keeps its shards.
         """

@@ -71,7 +71,7 @@ def rewrite_blocks(
 
 
 class NormInFull:
-    """`forward` of a normalization layer that computes with float32 parameters.
+    """Forward of a normalization layer, with parameters in float32.
 
     Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs or
     statistics (torch 2.13). Under autocast, inputs may have either dtype.
@@ -254,7 +254,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments of `fully_shard` for a module, which its copies need, too.
+    """Arguments of `fully_shard` for one module, kept for its copies.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).

@@ -185,7 +185,7 @@ class Megatron(Strategy):
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which to build a model with the right initial values.
+        """Return a context in which model replicas start equal and shards differ.
 
         Replicas start equal, and shards differ.
         """

@@ -395,7 +395,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Default without context parallelism, which leaves sequences whole."""
+    """Context parallelism over one process, which leaves sequences whole."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]

@@ -422,7 +422,7 @@ def step_one_by_one(optimizer: Optimizer) -> None:
 
 
 class Layers:
-    """Default without tensor parallelism, which leaves layers whole."""
+    """Tensor parallelism over one process, which leaves layers whole."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
         """Split the model's layers over tensor-parallel processes.

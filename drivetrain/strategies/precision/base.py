@@ -97,7 +97,9 @@ class Precision:
         """Divide an optimizer's gradients by the loss scale."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Run an optimizer's step. Return False if it was skipped because a gradient overflowed.
+        """Run an optimizer's step.
+
+        Returns False if it was skipped because a gradient overflowed.
 
         Args:
             optimizer: The optimizer.

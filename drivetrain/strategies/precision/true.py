@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.base import Precision
 
 
 class TruePrecision(Precision):
-    """Base class for precisions with one dtype for everything."""
+    """Base class for precisions with one dtype for parameters and computation."""
 
     dtype: ClassVar[torch.dtype]
     # None leaves complex tensors unchanged: torch computes at least in complex64.
@@ -61,7 +61,7 @@ class Double(TruePrecision):
 
 
 class BFloat16True(TruePrecision):
-    """Precision that uses bfloat16 for everything, without loss scaling."""
+    """Precision with parameters and computation in bfloat16, without loss scaling."""
 
     name = "bf16-true"
     dtype = torch.bfloat16
@@ -71,7 +71,7 @@ class BFloat16True(TruePrecision):
 
 
 class Float16True(TruePrecision):
-    """Precision that uses float16 for everything, without loss scaling.
+    """Precision with parameters and computation in float16, without loss scaling.
 
     Suited to inference, and to training if gradients stay within float16's range.
     """

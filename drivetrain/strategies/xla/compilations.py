@@ -73,7 +73,7 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Record the end of a batch.
+        """Record the end of a batch, for the count of compilations.
 
         Outside of training, warn if XLA compiles for every batch.
         """

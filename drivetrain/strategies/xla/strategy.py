@@ -616,7 +616,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Way of rounding floats to bfloat16 on XLA."""
+    """Way of rounding floats to bfloat16 on XLA devices."""
 
     option: str | None = None
     variable: str | None = None
@@ -633,7 +633,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set the environment variable for rounding, before XLA starts.
+        """Set torch_xla's environment variable for rounding, before XLA starts.
 
         Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """

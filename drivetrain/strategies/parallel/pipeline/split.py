@@ -140,7 +140,7 @@ def lay_out(
     """Return the pipeline stage of each tensor and submodule of a module."""
     count = len(splits) + 1
     _check_splits(module, splits, argument)
-    owners = {name: stage for name, stage, _ in _walk(module, splits)}
+    owners = {name: stage for name, stage, _ in _tensors_by_stage(module, splits)}
     for prefix, stage in (placed or {}).items():
         fits = [name for name in owners if name == prefix or name.startswith(f"{prefix}.")]
         if not fits or not -count <= stage < count:
@@ -181,7 +181,7 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
         )
 
 
-def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
+def _tensors_by_stage(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
     """Yield the name, stage and kind of each tensor of a model split at `splits`.
 
     The kind is True for a parameter and False for a buffer.

@@ -89,7 +89,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """Linear layers of a model, divided by whether they compute in float8.
+    """Linear layers to convert to float8, and those to leave unchanged.
 
     Attributes:
         converted: Layers to convert to float8.
