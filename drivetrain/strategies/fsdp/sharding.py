@@ -31,7 +31,7 @@ from drivetrain.strategies.base import lay_out_state, move_in_place, needs_closu
 
 
 class BlockForward:
-    """Replacement for a block's `forward`, to checkpoint activations or to compile.
+    """Replacement for a block's `forward`, to recompute activations or to compile.
 
     Unlike a wrapper module, it keeps the names in the state dict.
     """

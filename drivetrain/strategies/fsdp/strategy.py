@@ -67,7 +67,7 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
-        group, local = _locally(gradient)
+        group, local = _sharding_and_local_part(gradient)
         groups.setdefault(group, []).append(local)
     powers = [_power_of_group(group, locals_, norm_type) for group, locals_ in groups.items()]
     if not powers:
@@ -84,7 +84,7 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
     scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
-def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
+def _sharding_and_local_part(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
     """Return how a gradient is sharded, and this process's part of it.
 
     The first value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.

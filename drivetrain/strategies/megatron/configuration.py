@@ -496,7 +496,7 @@ class MegatronGroups:
         return group
 
     def leave(self) -> None:
-        """Destroy megatron-core's process groups, unless another strategy uses them."""
+        """Destroy megatron-core's process groups, unless a later strategy has replaced them."""
         if PartialState.registry().get(_OWNER) is self:
             del PartialState.registry()[_OWNER]
             self._state.destroy_model_parallel()

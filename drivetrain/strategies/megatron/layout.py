@@ -87,7 +87,7 @@ class Layout:
             for name, shape, dtype, places in described:
                 self._described.setdefault(name, (shape, dtype))
                 self._parts.setdefault(name, []).extend((rank, place) for place in places)
-        self.names = sorted(self._described, key=_natural)
+        self.names = sorted(self._described, key=_natural_sort_key)
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
@@ -164,7 +164,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
             continue
         pieces = _pieces(sharded, sharded.data)
         yield Entry(
-            name=prefix + _canonical(local, sharded.key, renumbered),
+            name=prefix + _name_in_full_model(local, sharded.key, renumbered),
             tensor=sharded.data,
             sharded=sharded,
             shape=tuple(pieces[0].global_shape),
@@ -172,7 +172,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
         )
 
 
-def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
+def _name_in_full_model(local: str, key: str, renumbered: dict[str, str]) -> str:
     """Return the name that a tensor of this pipeline stage has in the full model.
 
     A weight that is tied to the embedding gets the embedding's name.
@@ -207,5 +207,5 @@ def _is_main(replica: Any) -> bool:
     return not any(replica) if isinstance(replica, tuple) else not replica
 
 
-def _natural(name: str) -> list[Any]:
+def _natural_sort_key(name: str) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -41,7 +41,10 @@ logger = get_logger(__name__)
 
 
 class XLAGradients(Gradients):
-    """Gradient operations for XLA devices of one process."""
+    """Gradient operations for XLA devices of one process.
+
+    XLA itself reduces gradients over these devices.
+    """
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients to a total norm, and return the norm before clipping.

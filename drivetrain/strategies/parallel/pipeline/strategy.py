@@ -305,7 +305,7 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Placer that shards, checkpoints and compiles a pipeline stage."""
+    """Placer that shards a pipeline stage, and enables recomputation and compilation."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
