@@ -86,7 +86,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
         if name not in known:
             raise ConfigurationError(f"device_map names {name!r}, which is not in the model.{nearest(name, known)}")
     parsed = {name: location(value) for name, value in device_map.items()}
-    found = {name: longest(name, parsed) for name in places}
+    found = {name: location_of(name, parsed) for name in places}
     missed = [name for name, place in places.items() if found[name] is None and place.is_parameter]
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
@@ -96,7 +96,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     return {name: rest if where is None else where for name, where in found.items()}
 
 
-def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
+def location_of(name: str, device_map: Mapping[str, Location]) -> Location | None:
     """Look up a tensor's location in a device map, by the longest prefix of its name.
 
     Returns None without a match.
@@ -465,7 +465,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Devices
     parsed = {name: location(value) for name, value in (device_map or {}).items()}
     targets: dict[str, Tensor] = {}
     for name, entry in weights.entries.items():
-        where: Any = longest(name, parsed)
+        where: Any = location_of(name, parsed)
         device = where if isinstance(where, torch.device) else CPU
         targets[name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
     weights.fill(targets)
