@@ -192,8 +192,8 @@ def index(recorded: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in environment.items())
     return f"""# Gallery
 
-Copy a complete example. Each is one script of at most 150 lines in `examples/gallery/`, shown with curves, results and
-the time on two CPU cores. The data come with the packages that the examples use, so nothing is downloaded.
+Copy a complete example. Each is one script of at most 150 lines, shown with its curves, results and time on two CPU
+cores. Nothing is downloaded.
 
 <div class="grid cards" markdown>
 
@@ -208,14 +208,13 @@ pip install "drivetrain[examples]"
 python examples/gallery/classification.py --output classification
 ```
 
-Each script writes metrics, checkpoints, pictures, `results.json` and a [run report](../run-report.md) to `--output`.
-With `--small`, it takes only a few steps. Seeds are fixed, so results repeat on the same machine and versions. Those
-shown are from {versions}. `python -m tests.examples.gallery --run` runs all examples and writes these pages again.
+Each example writes metrics, checkpoints, pictures and a [run report](../run-report.md) to `--output`. With `--small`, it
+takes only a few steps. The results shown are from {versions}.
 
 ## Next
 
-- [Trainer and Task](../trainer.md), and [the Accelerator](../accelerator.md) for your own loop
-- [More examples](../examples.md): one feature per file, and one task under every strategy
+- [Trainer and Task](../trainer.md), or [the Accelerator](../accelerator.md) for your own loop
+- [More examples](../examples.md), with one feature per file
 """
 
 

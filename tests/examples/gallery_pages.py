@@ -68,7 +68,7 @@ EXAMPLES = [
         summary="A convolutional network on scanned digits, rotated, scaled and shifted at random.",
         text="""
 Train a convolutional network on scikit-learn's 1797 scanned digits of 8x8 pixels. Each training image is randomly
-rotated, scaled and shifted in every epoch. A one-cycle learning rate schedule covers the run. The checkpoint with the
+rotated, scaled and shifted in every epoch, and the learning rate follows a one-cycle schedule. The checkpoint with the
 best validation accuracy is tested, with a confusion matrix.
 """,
         described="Loss and accuracy of training and validation, and the confusion matrix of the test",
@@ -152,12 +152,10 @@ ones.
         summary="Pre-train on source code, then fine-tune on few labels, first with frozen layers.",
         text="""
 Pre-train a transformer, then fine-tune it on few labels. A causal transformer of 170,000 parameters first learns to
-predict the next character of the standard library's top-level modules. It is then fine-tuned on 60 snippets of 96
-characters from each of four packages (`asyncio`, `email`, `unittest`, `xml`), to classify the package of a snippet.
-For three epochs only the new head is trained. `BackboneFinetuning` then unfreezes the transformer, at a fifth of the
-learning rate. The baseline is the same network without pre-training. Half a minute of pre-training is little: with
-400 test snippets, differences below five percentage points are within the error. The data are the sources of the
-running Python, so other versions give other numbers.
+predict the next character of Python's standard library. Then it learns to classify the package of a snippet
+(`asyncio`, `email`, `unittest`, `xml`), from 60 snippets per package. For three epochs, only the new head is trained.
+`BackboneFinetuning` then unfreezes the transformer, at a fifth of the learning rate. The baseline is the same network
+without pre-training. With 400 test snippets, differences below five percentage points are within the error.
 """,
         described="The loss of pre-training, validation accuracies with and without it, and the test accuracies",
         panels=(
@@ -332,12 +330,10 @@ column is the test accuracy lost when its values are permuted.
         summary="Forecast a nerve cell's potential for 16 milliseconds, with prediction intervals.",
         text="""
 Forecast a time series with prediction intervals. The series is `membrane.dat` from matplotlib: the membrane potential
-of a nerve cell, sampled every half millisecond. Only the 9,900 samples during stimulation are used. From 64
-milliseconds, a network of dilated convolutions forecasts the next 16. It predicts the 10 %, 50 % and 90 % quantiles
-of each sample, with the pinball loss. The first 70 % of the series are for training, the last 15 % for testing. The
-baselines repeat the last value, or use a linear regression on all 128 samples. The interval from 10 % to 90 % should
-cover 80 % of the values. The cell fires regularly at first and irregularly later, so the interval need not hold at
-the end. The coverage shows by how much it deviates.
+of a nerve cell during stimulation, 9,900 samples at intervals of half a millisecond. From 64 milliseconds, a network of
+dilated convolutions forecasts the next 16. It predicts the 10 %, 50 % and 90 % quantiles of each sample, with the
+pinball loss. The baselines repeat the last value, or use a linear regression. The interval from 10 % to 90 % should
+cover 80 % of the values. At the end of the series, the cell fires irregularly, so the real coverage is lower.
 """,
         described="Two test windows with their forecast, and the curves of the pinball loss",
         panels=(
