@@ -208,8 +208,8 @@ pip install "drivetrain[examples]"
 python examples/gallery/classification.py --output classification
 ```
 
-Each example writes metrics, checkpoints, pictures and a [run report](../run-report.md) to `--output`. With `--small`, it
-takes only a few steps. The results shown are from {versions}.
+Each example writes metrics, checkpoints, pictures and a [run report](../run-report.md) to `--output`. With `--small`,
+it takes only a few steps. The results shown are from {versions}.
 
 ## Next
 
