@@ -71,7 +71,6 @@ HANDED_ON: dict[str, dict[str, str]] = {
     },
     "accelerate.inference": {"drivetrain.inference": "prepare_pippy"},
     "accelerate.local_sgd": {"drivetrain.accelerator.local_sgd": "LocalSGD"},
-    "accelerate.logging": {"drivetrain.runtime.logging": "RankLogger as MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {"drivetrain.compat.accelerate.utils.memory": "find_executable_batch_size"},
     "accelerate.utils.launch": {},
     "accelerate.utils.megatron_lm": {},

@@ -415,7 +415,8 @@ class LaunchOptions:
         """
         for name in ("deepspeed_config_file", "mpirun_hostfile"):
             file = self.values.get(name)
-            if file is not None and not os.path.isfile(os.path.expanduser(file)):
+            unused = name == "deepspeed_config_file" and not self.use_deepspeed
+            if file is not None and not unused and not os.path.isfile(os.path.expanduser(file)):
                 raise ConfigurationError(f"{name} is {file!r}, but this file does not exist. Check the path.")
         if self.module:
             return

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _wraps
 
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 from drivetrain.runtime.host import resident_bytes
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.pytrees import recursively_apply, send_to_device
@@ -103,7 +103,7 @@ def find_executable_batch_size(
     Raises:
         RuntimeError: When called, if even a batch size of 1 does not fit. The last error is its cause.
         CollectiveError: When called, if another process failed or is blocked in a collective.
-        ConfigurationError: When called with a batch size, which the decorator supplies.
+        ArgumentTypeError: When called with a batch size, which the decorator supplies.
 
     Example:
         ```python
@@ -130,7 +130,7 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def attempt(*args: Any, **kwargs: Any) -> Any:
         if not names or len(args) > len(names) - 1 or names[0] in kwargs:
-            raise ConfigurationError(
+            raise ArgumentTypeError(
                 f"find_executable_batch_size passes the batch size to {function.__name__} as its first argument. Call "
                 f"it with the other arguments only: {function.__name__}({', '.join(names[1:])}).",
             )

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import importlib.util
+import logging
 import os
+import pickle
+import sys
 import unittest
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.compat.accelerate import Accelerator
@@ -20,8 +30,11 @@ from drivetrain.compat.accelerate.data_loader import (
     DataLoaderStateMixin,
     SkipDataLoader,
     prepare_data_loader,
+    skip_first_batches,
 )
+from drivetrain.compat.accelerate.logging import get_logger
 from drivetrain.compat.accelerate.parallelism_config import ParallelismConfig, TorchContextParallelConfig
+from drivetrain.compat.accelerate.state import PartialState, is_initialized
 from drivetrain.compat.accelerate.test_utils.testing import (
     AccelerateTestCase,
     MockingTestCase,
@@ -36,8 +49,19 @@ from drivetrain.compat.accelerate.utils import (
     TorchDynamoPlugin,
 )
 from drivetrain.compat.accelerate.utils.environment import convert_dict_to_env_variables, purge_accelerate_environment
-from drivetrain.compat.accelerate.utils.other import clean_state_dict_for_safetensors, without_wrappers
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.compat.accelerate.utils.imports import package_available
+from drivetrain.compat.accelerate.utils.operations import (
+    CannotPadNestedTensorWarning,
+    concatenate,
+    convert_outputs_to_fp32,
+    pad_across_processes,
+)
+from drivetrain.compat.accelerate.utils.other import (
+    clean_state_dict_for_safetensors,
+    extract_model_from_parallel,
+    without_wrappers,
+)
+from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trackers import CSVLogger
 
 
@@ -107,6 +131,18 @@ def test_options_of_compiling_come_from_the_environment(monkeypatch: pytest.Monk
     plugin = TorchDynamoPlugin(mode="max-autotune")
     assert plugin.to_dict()["backend"] == "aot_eager"
     assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("max-autotune", True, None)
+    assert plugin.to_kwargs() == {"backend": "aot_eager", "mode": "max-autotune", "fullgraph": True}
+    assert torch.compile(torch.nn.Linear(1, 1), **TorchDynamoPlugin().to_kwargs()) is not None
+
+
+@pytest.mark.parametrize("kind", [Accelerator, PartialState])
+def test_the_device_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "nosuchdevice:1")
+    with pytest.raises(ConfigurationError, match="nosuchdevice"):
+        kind()
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    assert kind().device == torch.device("cpu")
 
 
 def test_options_of_fsdp_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +169,25 @@ def test_sizes_of_the_mesh_come_from_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_no_mesh_is_made_where_every_size_is_one() -> None:
     assert ParallelismConfig().build_device_mesh("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "shape"),
+    [
+        ({"dp_replicate_size": 4}, ("dp_replicate",), (4,)),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, ("dp_replicate", "dp_shard"), (2, 2)),
+        ({"cp_size": 2, "tp_size": 2}, ("cp", "tp"), (2, 2)),
+    ],
+)
+def test_a_mesh_has_a_dimension_for_each_size_above_one(
+    sizes: dict[str, int], names: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+        assert (mesh.mesh_dim_names, mesh.shape) == (names, shape)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_cases_to_inherit_from_share_an_empty_folder_and_undo_their_mocks() -> None:
@@ -253,7 +308,7 @@ def test_wrappers_of_the_scripts_own_are_removed(keep: bool, compile_first: bool
     if of == "accelerator":
         found = Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=keep)
     else:
-        found = without_wrappers(wrapped, keep)
+        found = without_wrappers(wrapped, keep_fp32_wrapper=True, keep_torch_compile=keep)
     assert (getattr(found, "_orig_mod", None) if keep else found) is model
 
 
@@ -361,3 +416,119 @@ def test_trackers_of_drivetrain_are_among_the_classes() -> None:
     assert len(LOGGER_TYPE_TO_CLASS) == len(list(LOGGER_TYPE_TO_CLASS))
     with pytest.raises(KeyError):
         LOGGER_TYPE_TO_CLASS["none_of_them"]
+
+
+# Operations on nested structures.
+
+
+def test_one_item_is_concatenated_whatever_it_holds() -> None:
+    batch = {"x": torch.ones(2, 1), "name": "a"}
+    found = concatenate([batch])
+    assert found["name"] == "a"
+    assert torch.equal(found["x"], batch["x"])
+    assert torch.equal(concatenate([torch.ones(1), torch.zeros(2)]), torch.tensor([1.0, 0.0, 0.0]))
+    with pytest.raises(DataError, match="str"):
+        concatenate(["a", "b"])
+
+
+def test_a_nested_tensor_is_not_padded_and_the_script_is_warned() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    dense = torch.ones(2, 3)
+    with pytest.warns(CannotPadNestedTensorWarning):
+        found = pad_across_processes([nested, dense])
+    assert found[0] is nested
+    assert found[1] is dense
+
+
+# Models, loggers, trackers.
+
+
+class Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * x
+
+
+@pytest.mark.parametrize("of", ["accelerator", "no accelerator"])
+def test_a_forward_method_that_the_script_converted_is_restored(of: str) -> None:
+    model: Any = Squares()
+    model._original_forward = model.forward
+    model.forward = convert_outputs_to_fp32(model.forward)
+    accelerator = Accelerator(cpu=True) if of == "accelerator" else None
+    assert extract_model_from_parallel(model) is model
+    assert "forward" in vars(model)
+    assert extract_model_from_parallel(model, keep_fp32_wrapper=False) is model
+    assert accelerator is None or accelerator.unwrap_model(model) is model
+    found = pickle.loads(pickle.dumps(model))
+    assert torch.equal(found(torch.tensor([3.0])), torch.tensor([9.0]))
+
+
+def test_an_accelerator_that_the_script_drops_is_freed_with_its_models() -> None:
+    accelerator = Accelerator(cpu=True)
+    held = weakref.ref(accelerator.prepare(torch.nn.Linear(1, 1)))
+    assert is_initialized()
+    del accelerator
+    gc.collect()
+    assert held() is None
+    assert is_initialized()
+
+
+class Above(logging.LoggerAdapter):  # type: ignore[type-arg]
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        self.logger.log(level, msg, *args, **{**kwargs, "stacklevel": 3})
+
+
+def test_loggers_report_the_line_of_their_caller(caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_logger("program")
+    above: Any = Above(logger, {})  # type: ignore[arg-type]
+    logger.warning("plain")
+    logger.log(logging.WARNING, "level")
+    logger.warning_once("once")
+    above.warning("wrapped")
+    found = [(each.getMessage(), each.funcName) for each in caplog.records]
+    name = test_loggers_report_the_line_of_their_caller.__name__
+    assert found == [(text, name) for text in ("plain", "level", "once", "wrapped")]
+
+
+def test_tensorboards_files_are_directly_in_the_folder_of_the_project(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("project", {"lr": 1}, init_kwargs={"tensorboard": {"flush_secs": 1}})
+    accelerator.log({"loss": 2.0}, step=3)
+    accelerator.end_training()
+    assert [each for each in (tmp_path / "project").iterdir() if each.name.startswith("events.")]
+
+
+@pytest.fixture
+def stateful_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """torchdata's class, or another with its name if torchdata is not installed."""
+    name = "drivetrain.compat.accelerate.stateful_loaders"
+    if importlib.util.find_spec("torchdata") is None:
+        package, module = ModuleType("torchdata"), ModuleType("torchdata.stateful_dataloader")
+        module.__spec__ = importlib.util.spec_from_loader(module.__name__, None)
+        monkeypatch.setitem(sys.modules, "torchdata", package)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(module, "StatefulDataLoader", type("StatefulDataLoader", (DataLoader,), {}), raising=False)
+    package_available.cache_clear()
+    yield importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    package_available.cache_clear()
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_stateful_loaders_are_instances_of_torchdatas_class(stateful_loader: type, stateful: bool) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+    options: Any = {"batch_size": 2, "use_stateful_dataloader": stateful}
+    own = [DataLoaderShard(range(8), **options), DataLoaderDispatcher(range(8), **options)]
+    skipping = [SkipDataLoader(range(8), skip_batches=0, **options), skip_first_batches(prepared, 0)]
+    for loader in [prepared, *own, *skipping]:
+        assert isinstance(loader, stateful_loader) is stateful
+        batches = iter(loader)
+        seen = [next(batches).tolist()]
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert seen + [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]

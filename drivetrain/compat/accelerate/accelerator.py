@@ -22,7 +22,7 @@ from drivetrain.compat.accelerate.data_loader import SkipDataLoader, shown_as_pr
 from drivetrain.compat.accelerate.members import ReadMembers
 from drivetrain.compat.accelerate.optimizer import AcceleratedOptimizer
 from drivetrain.compat.accelerate.scheduler import AcceleratedScheduler
-from drivetrain.compat.accelerate.state import AcceleratorState, GradientState, record_accelerator
+from drivetrain.compat.accelerate.state import DEVICE_VARIABLE, AcceleratorState, GradientState, record_accelerator
 from drivetrain.compat.accelerate.utils.dataclasses import GradientAccumulationPlugin
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain.compat.accelerate.utils.other import without_wrappers
@@ -80,6 +80,7 @@ class Accelerator(ReadMembers):
         self._step = 0
         self._native_amp: bool | None = None
         self._unscaled: tuple[torch.amp.GradScaler | None] | None = None
+        kwargs.setdefault("device", os.environ.get(DEVICE_VARIABLE))
         super().__init__(*args, **kwargs)
         _refuse_without_directory(self.log_with, self.logging_dir)
         record_accelerator(self)
@@ -125,7 +126,7 @@ class Accelerator(ReadMembers):
     ) -> nn.Module:
         """Unwrap a model like `drivetrain.Accelerator`, and also remove torch wrappers that the script added."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-        return without_wrappers(found, keep_torch_compile)
+        return without_wrappers(found, keep_fp32_wrapper, keep_torch_compile)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Run `drivetrain.Accelerator.prepare_optimizer`."""
@@ -279,6 +280,17 @@ class Accelerator(ReadMembers):
             precision.scaler = off if scaler is None else scaler
         self._unscaled = None if scales else (scaler,)
 
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Run `drivetrain.Accelerator.init_trackers`. TensorBoard's files are directly in the project's directory."""
+        options = dict(init_kwargs or {})
+        options["tensorboard"] = {"version": "", **options.get("tensorboard", {})}
+        super().init_trackers(project_name, config, options)
+
     @property
     def trackers(self) -> list[Tracker]:
         """Trackers of the run. Assign a list to replace them."""
@@ -366,8 +378,8 @@ def _refuse_without_directory(log_with: Sequence[Any], directory: str | None) ->
     for name in names if directory is None and "all" not in names else []:
         if getattr(find_tracker(name), "requires_logging_directory", name in ("aim", "tensorboard")):
             raise ConfigurationError(
-                f"log_with={name!r} writes files, and no directory was given. Give Accelerator(project_dir=...), or "
-                "logging_dir in its project_config.",
+                f"Logging with `{name}` requires a `logging_dir`, because it writes files. Give "
+                "Accelerator(project_dir=...), or logging_dir in its project_config.",
                 see="trackers.md",
             )
 

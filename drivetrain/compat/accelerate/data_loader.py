@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
 from drivetrain.compat.accelerate.state import GradientState, PartialState
+from drivetrain.compat.accelerate.utils.imports import package_available
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -87,6 +88,7 @@ class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
         self._device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
         if skip_batches:
             self.skip(skip_batches)
+        _show_stateful(self, use_stateful_dataloader)
 
     @property
     def device(self) -> torch.device | None:
@@ -134,6 +136,7 @@ class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(_made_by_hand(dataset, None, False, use_stateful_dataloader, kwargs), skip_batches)
+        _show_stateful(self, use_stateful_dataloader)
 
     @property
     def iteration(self) -> int:
@@ -157,6 +160,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
     """Skip the first batches of a loader with `drivetrain.data.skip_first_batches`."""
     view = skip_in(dataloader, num_batches)
     view.__class__ = SkipDataLoader
+    _show_stateful(view, view.stateful)
     return view  # type: ignore[return-value]
 
 
@@ -396,7 +400,16 @@ def shown_as_prepared(loader: PreparedLoader, dispatch: bool | None) -> DataLoad
     """Change a loader's class to `DataLoaderDispatcher` or `DataLoaderShard`. Return the same object."""
     streams = isinstance(getattr(loader.loader, "dataset", None), IterableDataset)
     loader.__class__ = DataLoaderDispatcher if (streams if dispatch is None else dispatch) else DataLoaderShard
+    _show_stateful(loader, loader.stateful)
     return loader  # type: ignore[return-value]
+
+
+def _show_stateful(loader: DataLoader[Any], stateful: bool) -> None:
+    """Make a stateful loader also an instance of torchdata's `StatefulDataLoader`, if torchdata is installed."""
+    if stateful and package_available("torchdata.stateful_dataloader"):
+        from drivetrain.compat.accelerate.stateful_loaders import KINDS
+
+        loader.__class__ = KINDS.get(type(loader), type(loader))
 
 
 def _prepared(

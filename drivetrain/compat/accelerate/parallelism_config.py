@@ -9,7 +9,6 @@ from typing import Any
 from drivetrain import accelerator as engine
 from drivetrain.accelerator import TorchContextParallelConfig as EngineContextParallelConfig
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.parallel.mesh import MeshSizes, make_mesh
 
 __all__ = ["ParallelismConfig"]
 
@@ -104,10 +103,13 @@ class ParallelismConfig(engine.ParallelismConfig):
         Returns:
             The mesh, or None if all sizes are 1.
         """
-        sizes = {name: getattr(self, f"{name}_size") or 1 for name in ("dp_replicate", "dp_shard", "cp", "tp")}
-        mesh = make_mesh(MeshSizes(**sizes), device_type)
-        if mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        found = self._get_mesh()
+        if not found:
             return None
+        names, sizes = found
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joint.items():
             if parts:

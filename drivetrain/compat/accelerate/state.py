@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain import accelerator as engine
@@ -14,6 +16,7 @@ from drivetrain.runtime.state import DistributedType
 if TYPE_CHECKING:
     from drivetrain.compat.accelerate.accelerator import Accelerator
 
+DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
 _LATEST = "compat.accelerate"
 _CHOSEN = "compat.accelerate.distributed_type"
 
@@ -21,8 +24,9 @@ __all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"
 
 
 def latest_accelerator() -> Accelerator | None:
-    """Return the Accelerator that was created last in this process, or None."""
-    return runtime.PartialState.registry().get(_LATEST)
+    """Return the Accelerator that was created last in this process, or None if there is none or it was freed."""
+    found: Accelerator | None = runtime.PartialState.registry().get(_LATEST, lambda: None)()
+    return found
 
 
 def latest_or_refused(name: str) -> Accelerator:
@@ -36,13 +40,13 @@ def latest_or_refused(name: str) -> Accelerator:
 def record_accelerator(accelerator: Accelerator) -> None:
     """Make an Accelerator the one that functions without an Accelerator argument use."""
     registry = runtime.PartialState.registry()
-    registry[_LATEST] = accelerator
+    registry[_LATEST] = weakref.ref(accelerator)  # must not keep the prepared models alive
     registry.pop(_CHOSEN, None)
 
 
 def is_initialized() -> bool:
     """Return True if an Accelerator was created in this process."""
-    return latest_accelerator() is not None
+    return _LATEST in runtime.PartialState.registry()
 
 
 class _Changeable(runtime.PartialState):
@@ -78,6 +82,8 @@ class PartialState(_Changeable):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         known = {name: kwargs[name] for name in ("device", "backend", "timeout") if kwargs.get(name) is not None}
+        if "environment" not in self._shared and DEVICE_VARIABLE in os.environ:
+            known.setdefault("device", os.environ[DEVICE_VARIABLE])
         super().__init__(cpu, **known)
 
 

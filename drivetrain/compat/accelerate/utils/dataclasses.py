@@ -138,6 +138,13 @@ class TorchDynamoPlugin(engine.TorchDynamoPlugin, KwargsHandler):
                 setattr(self, name, unset if value is None else str_to_bool(value, to_bool=True))
         super().__post_init__()
 
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as arguments of `torch.compile`."""
+        defaults = {"backend": "no", "mode": "default", "fullgraph": False, "disable": False}
+        given = self.to_dict()
+        del given["use_regional_compilation"]
+        return {name: value for name, value in given.items() if value != defaults.get(name)}
+
 
 class TERecipeKwargs(engine.TERecipeKwargs, KwargsHandler):
     """Options of Transformer Engine's fp8. See `drivetrain.accelerator.TERecipeKwargs`."""

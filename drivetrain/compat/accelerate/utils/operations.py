@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,14 +17,13 @@ from drivetrain.runtime.collectives import (
     broadcast_object_list,
     gather,
     gather_object,
-    pad_across_processes,
     reduce,
 )
+from drivetrain.runtime.collectives import pad_across_processes as pad_dense
 from drivetrain.runtime.errors import CollectiveError as DistributedOperationException
 from drivetrain.runtime.pytrees import (
     TensorInformation,
     batch_size_or_none,
-    concatenate,
     find_batch_size,
     find_device,
     get_data_structure,
@@ -36,6 +36,7 @@ from drivetrain.runtime.pytrees import (
     send_to_device,
     slice_tensors,
 )
+from drivetrain.runtime.pytrees import concatenate as concatenate_several
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -83,6 +84,27 @@ def is_torch_tensor(tensor: object) -> bool:
 def get_shape(data: Any) -> Any:
     """Return the nested structure with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate nested structures of tensors. A list of one may also hold values that are no tensors."""
+    return recursively_apply(torch.clone, data[0]) if len(data) == 1 else concatenate_several(data, dim)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad tensors to the largest size on any process. Warns about nested tensors, which stay as they are."""
+
+    def pad(each: torch.Tensor) -> Any:
+        if not each.is_nested:
+            return pad_dense(each, dim, pad_index, pad_first)
+        warnings.warn("A nested tensor is not padded across processes.", CannotPadNestedTensorWarning, stacklevel=4)
+        return each
+
+    found: list[bool] = []
+    recursively_apply(lambda each: found.append(each.is_nested), tensor)
+    if any(found):
+        return recursively_apply(pad, tensor, error_on_other_type=True)
+    return pad_dense(tensor, dim, pad_index, pad_first)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:

@@ -95,15 +95,18 @@ def extract_model_from_parallel(
     accelerator = latest_accelerator()
     if accelerator is not None:
         return accelerator.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-    return without_wrappers(model, keep_torch_compile)
+    return without_wrappers(model, keep_fp32_wrapper, keep_torch_compile)
 
 
 # `Strategy.unwrap` removes the strategy's own wrappers. The script may have added these itself.
 _ADDED_BY_SCRIPTS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
-    """Remove torch's data-parallel wrappers from a module. A compiled module may stay compiled."""
+def without_wrappers(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
+    """Remove torch's data-parallel wrappers from a module. A compiled module may stay compiled.
+
+    Without `keep_fp32_wrapper`, the forward method that the script stored in `_original_forward` is restored.
+    """
     bare: Any = model
     compiled: Any = None
     while is_compiled_module(bare) or isinstance(bare, _ADDED_BY_SCRIPTS):
@@ -112,6 +115,11 @@ def without_wrappers(model: nn.Module, keep_torch_compile: bool) -> nn.Module:
             bare = bare._orig_mod
         else:
             bare = bare.module
+    original = None if keep_fp32_wrapper else vars(bare).pop("_original_forward", None)
+    if original is not None:
+        vars(bare).pop("forward", None)
+        if bare.forward != original:
+            bare.forward = original
     if compiled is not None and keep_torch_compile:
         bare = compiled if compiled._orig_mod is bare else type(compiled)(bare, compiled.dynamo_ctx)
     found: nn.Module = bare
