@@ -430,17 +430,12 @@ class RunState:
     def register(self, objects: Sequence[Any]) -> None:
         """Add objects with `state_dict` and `load_state_dict` to the checkpoints."""
         states: list[tuple[str, Any]] = []
-        unfit = [
-            f"Item at index {index} ({type(item).__name__})"
-            for index, item in enumerate(objects)
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
-        ]
-        if unfit:
-            raise ConfigurationError(
-                f"{', '.join(unfit)} cannot be registered for checkpointing without state_dict() and "
-                "load_state_dict(state). Add both methods to the class.",
-            )
         for item in objects:
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ConfigurationError(
+                    f"{type(item).__name__} cannot be registered for checkpointing, because it has no state_dict() "
+                    "and load_state_dict(state). Add both methods to the class.",
+                )
             with suppress(Exception):  # one may have no state yet
                 states.append((f"{type(item).__name__}.state_dict()", item.state_dict()))
         for name, state in states:

@@ -413,10 +413,9 @@ class LaunchOptions:
         Raises:
             ConfigurationError: A file does not exist.
         """
-        for name in ("deepspeed_config_file", "mpirun_hostfile"):
+        for name in ("deepspeed_config_file", "mpirun_hostfile") if self.use_deepspeed else ("mpirun_hostfile",):
             file = self.values.get(name)
-            unused = name == "deepspeed_config_file" and not self.use_deepspeed
-            if file is not None and not unused and not os.path.isfile(os.path.expanduser(file)):
+            if file is not None and not os.path.isfile(os.path.expanduser(file)):
                 raise ConfigurationError(f"{name} is {file!r}, but this file does not exist. Check the path.")
         if self.module:
             return

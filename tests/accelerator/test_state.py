@@ -486,8 +486,8 @@ def _prepare_all(accelerator: Accelerator, registered: int = 1) -> None:
 
 
 def test_what_is_registered_must_have_a_state():
-    with pytest.raises(ConfigurationError, match=r"index 1 \(int\), Item at index 2 \(str\) cannot be registered"):
-        Accelerator(cpu=True).register_for_checkpointing(Counter(), 3, "text")
+    with pytest.raises(ConfigurationError, match=r"int cannot be registered.*state_dict"):
+        Accelerator(cpu=True).register_for_checkpointing(3)
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):

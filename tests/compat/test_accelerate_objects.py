@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import importlib.util
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from drivetrain.compat.accelerate import Accelerator
+from drivetrain.compat.accelerate import Accelerator, data_loader
 from drivetrain.compat.accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
@@ -505,17 +506,17 @@ def test_tensorboards_files_are_directly_in_the_folder_of_the_project(tmp_path: 
 @pytest.fixture
 def stateful_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """torchdata's class, or another with its name if torchdata is not installed."""
-    name = "drivetrain.compat.accelerate.stateful_loaders"
     if importlib.util.find_spec("torchdata") is None:
         package, module = ModuleType("torchdata"), ModuleType("torchdata.stateful_dataloader")
         module.__spec__ = importlib.util.spec_from_loader(module.__name__, None)
         monkeypatch.setitem(sys.modules, "torchdata", package)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(module, "StatefulDataLoader", type("StatefulDataLoader", (DataLoader,), {}), raising=False)
-    package_available.cache_clear()
+    for cached in (package_available, data_loader._stateful_kinds):
+        cached.cache_clear()
     yield importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    package_available.cache_clear()
-    sys.modules.pop(name, None)
+    for cached in (package_available, data_loader._stateful_kinds):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("stateful", [True, False])
@@ -532,3 +533,36 @@ def test_stateful_loaders_are_instances_of_torchdatas_class(stateful_loader: typ
         state = loader.state_dict()
         loader.load_state_dict(state)
         assert seen + [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_all_objects_without_a_state_are_named() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match=r"index 0 \(int\), Item at index 2 \(str\) cannot"):
+        accelerator.register_for_checkpointing(3, torch.nn.Linear(1, 1), "text")
+    accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+    assert len(accelerator._custom_objects) == 1
+
+
+@pytest.mark.parametrize("dispatch", [True, False])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copied_loader_has_the_class_and_the_position_of_its_original(dispatch: bool, copied: Any) -> None:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+    next(iter(loader))
+    found = copied(loader)
+    assert type(found) is type(loader)
+    assert found.device == loader.device
+    assert found.state_dict()["consumed"] == loader.state_dict()["consumed"] == 2
+    assert [batch.tolist() for batch in found] == [batch.tolist() for batch in loader]
+
+
+def test_a_pickled_accelerator_has_its_loaders() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+    accelerator.prepare(loader, skip_first_batches(accelerator.prepare(loader), 1))
+    found = pickle.loads(pickle.dumps(accelerator))
+    assert found.gradient_accumulation_steps == 2
+    assert [list(map(len, each)) for each in found._dataloaders] == [
+        list(map(len, each)) for each in accelerator._dataloaders
+    ]
+    assert len(found._dataloaders) == len(accelerator._dataloaders) > 1

@@ -154,3 +154,10 @@ def test_every_precision_that_can_be_resolved_can_be_given_to_the_launcher() -> 
     from drivetrain import available_precisions
 
     assert set(available_precisions()) <= set(MIXED_PRECISIONS)
+
+
+def test_deepspeeds_file_must_exist_only_if_deepspeed_is_used() -> None:
+    named = {"deepspeed_config_file": "no/such.json"}
+    LaunchOptions(deepspeed_config=named).check_script(__file__)
+    with pytest.raises(ConfigurationError, match=r"'no/such\.json'.*does not exist"):
+        LaunchOptions(deepspeed_config=named, use_deepspeed=True).check_script(__file__)

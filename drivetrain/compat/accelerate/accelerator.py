@@ -87,6 +87,12 @@ class Accelerator(ReadMembers):
         self.state: AcceleratorState = AcceleratorState(record=self.state.record)
         self.gradient_state: GradientState = GradientState(window=self.accumulation, active=self.active_loaders)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), list(self._dataloaders)
+
+    def __setstate__(self, loaders: Sequence[Any]) -> None:
+        self._dataloaders = loaders
+
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool | None = None, **kwargs: Any) -> None:
         """Run `drivetrain.Accelerator.backward`, and accept DeepSpeed's argument `scale_wrt_gas`."""
         if scale_wrt_gas is False and self.gradient_accumulation_steps != 1:
@@ -331,6 +337,19 @@ class Accelerator(ReadMembers):
                 yield
         finally:
             show_even_batches(self.prepared.loaders)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Run `drivetrain.Accelerator.register_for_checkpointing`. The error names all objects without a state."""
+        unfit = [
+            f"Item at index {index} ({type(each).__name__})"
+            for index, each in enumerate(objects)
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+        ]
+        if unfit:
+            raise ConfigurationError(
+                f"{', '.join(unfit)} cannot be registered for checkpointing without state_dict() and load_state_dict()."
+            )
+        super().register_for_checkpointing(*objects)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Save like `drivetrain.Accelerator.save_state`. Rank 0 chooses the directory if ranks pass different ones."""

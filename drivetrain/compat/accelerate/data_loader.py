@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ __all__ = [
     "prepare_data_loader",
     "skip_first_batches",
 ]
+
+_TORCHDATA = "torchdata.stateful_dataloader"
 
 __getattr__ = absent_names(__name__, (INTERNAL, ["MpDeviceLoaderWrapper"]))
 
@@ -89,6 +92,10 @@ class DataLoaderShard(PreparedLoader, DataLoaderAdapter, DataLoaderStateMixin):
         if skip_batches:
             self.skip(skip_batches)
         _show_stateful(self, use_stateful_dataloader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = DataLoaderDispatcher if isinstance(self, DataLoaderDispatcher) else DataLoaderShard
+        return _again, (kind, self._device, *super().__reduce__())
 
     @property
     def device(self) -> torch.device | None:
@@ -155,6 +162,14 @@ class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
         """Number of batches that are skipped."""
         return self.count
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the wrapped loader."""
+        return self.whole.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the wrapped loader at a position that `state_dict` returned."""
+        self.whole.load_state_dict(state)
+
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
     """Skip the first batches of a loader with `drivetrain.data.skip_first_batches`."""
@@ -170,7 +185,21 @@ def _made_by_hand(
     """Create a loader that yields all its batches on this process, for scripts that construct the class."""
     place = None if device is None else lambda batch: send_to_device(batch, device, non_blocking)
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
-    return _prepared(DataLoader(dataset, **options), DataShard(0, 1), config, place)
+    kind: type[DataLoader[Any]] = DataLoader
+    if stateful and package_available(_TORCHDATA):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        kind = StatefulDataLoader
+    return _prepared(kind(dataset, **options), DataShard(0, 1), config, place)
+
+
+def _again(kind: type, device: torch.device | None, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Create a copy of a prepared loader, which belongs to no Accelerator."""
+    loader = make(*arguments)
+    loader.__class__ = kind
+    loader._device = device
+    _show_stateful(loader, loader.stateful)
+    return loader
 
 
 class DataLoaderDispatcher(DataLoaderShard):
@@ -406,10 +435,19 @@ def shown_as_prepared(loader: PreparedLoader, dispatch: bool | None) -> DataLoad
 
 def _show_stateful(loader: DataLoader[Any], stateful: bool) -> None:
     """Make a stateful loader also an instance of torchdata's `StatefulDataLoader`, if torchdata is installed."""
-    if stateful and package_available("torchdata.stateful_dataloader"):
-        from drivetrain.compat.accelerate.stateful_loaders import KINDS
+    if stateful:
+        loader.__class__ = _stateful_kinds().get(type(loader), type(loader))
 
-        loader.__class__ = KINDS.get(type(loader), type(loader))
+
+@functools.cache
+def _stateful_kinds() -> dict[type, type]:
+    """Return a subclass of each loader class that is torchdata's too. Empty if torchdata is not installed."""
+    if not package_available(_TORCHDATA):
+        return {}
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    kinds = (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
+    return {kind: type(f"Stateful{kind.__name__}", (kind, StatefulDataLoader), {}) for kind in kinds}
 
 
 def _prepared(

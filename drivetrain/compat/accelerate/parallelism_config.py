@@ -9,6 +9,7 @@ from typing import Any
 from drivetrain import accelerator as engine
 from drivetrain.accelerator import TorchContextParallelConfig as EngineContextParallelConfig
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.parallel.mesh import MeshSizes, make_mesh
 
 __all__ = ["ParallelismConfig"]
 
@@ -103,18 +104,16 @@ class ParallelismConfig(engine.ParallelismConfig):
         Returns:
             The mesh, or None if all sizes are 1.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        found = self._get_mesh()
-        if not found:
+        sizes = {name: getattr(self, f"{name}_size") or 1 for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+        mesh = make_mesh(MeshSizes(**sizes), device_type)
+        if mesh is None:
             return None
-        names, sizes = found
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joint.items():
             if parts:
                 mesh[parts]._flatten(name)  # type: ignore[index]
-        return mesh
+        names = tuple(name for name in mesh.mesh_dim_names or () if sizes[name] > 1)
+        return mesh[names]
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """Return the device mesh, which the first call creates.

@@ -82,7 +82,7 @@ class PartialState(_Changeable):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         known = {name: kwargs[name] for name in ("device", "backend", "timeout") if kwargs.get(name) is not None}
-        if "environment" not in self._shared and DEVICE_VARIABLE in os.environ:
+        if "environment" not in self.registry() and DEVICE_VARIABLE in os.environ:
             known.setdefault("device", os.environ[DEVICE_VARIABLE])
         super().__init__(cpu, **known)
 
