@@ -56,6 +56,7 @@ from drivetrain.compat.accelerate.utils.operations import (
     concatenate,
     convert_outputs_to_fp32,
     pad_across_processes,
+    recursively_apply,
 )
 from drivetrain.compat.accelerate.utils.other import (
     clean_state_dict_for_safetensors,
@@ -428,8 +429,15 @@ def test_one_item_is_concatenated_whatever_it_holds() -> None:
     assert found["name"] == "a"
     assert torch.equal(found["x"], batch["x"])
     assert torch.equal(concatenate([torch.ones(1), torch.zeros(2)]), torch.tensor([1.0, 0.0, 0.0]))
-    with pytest.raises(DataError, match="str"):
+
+
+@pytest.mark.parametrize("kind", [DataError, TypeError])
+def test_values_that_are_no_tensors_are_a_type_error(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="str"):
         concatenate(["a", "b"])
+    with pytest.raises(kind, match="str"):
+        recursively_apply(torch.neg, ["a"], error_on_other_type=True)
+    assert recursively_apply(torch.neg, [torch.ones(1), "a"]) == [-torch.ones(1), "a"]
 
 
 def test_a_nested_tensor_is_not_padded_and_the_script_is_warned() -> None:
@@ -552,8 +560,7 @@ def test_a_copied_loader_has_the_class_and_the_position_of_its_original(dispatch
     found = copied(loader)
     assert type(found) is type(loader)
     assert found.device == loader.device
-    assert found.state_dict()["consumed"] == loader.state_dict()["consumed"] == 2
-    assert [batch.tolist() for batch in found] == [batch.tolist() for batch in loader]
+    assert [batch.tolist() for batch in found] == [[2, 3], [4, 5], [6, 7]]
 
 
 def test_a_pickled_accelerator_has_its_loaders() -> None:
@@ -566,3 +573,39 @@ def test_a_pickled_accelerator_has_its_loaders() -> None:
         list(map(len, each)) for each in accelerator._dataloaders
     ]
     assert len(found._dataloaders) == len(accelerator._dataloaders) > 1
+
+
+class Run:
+    """A run that also trains parameters of no model, with an optimizer of their own and with the model's."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.accelerator = Accelerator(cpu=True)
+        self.beside, self.free = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2))
+        layer = torch.nn.Linear(2, 1)
+        first, second = torch.optim.AdamW([*layer.parameters(), self.beside]), torch.optim.AdamW([self.free])
+        self.layer, *self.optimizers = self.accelerator.prepare(layer, first, second)
+        self.seen: list[list[str]] = []
+        self.accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.hook(models))
+        self.accelerator.register_load_state_pre_hook(lambda models, folder: self.hook(models))
+
+    def hook(self, models: list[torch.nn.Module]) -> None:
+        self.seen.append([type(each).__name__ for each in models])
+
+    def step(self) -> list[torch.Tensor]:
+        loss = self.layer(torch.ones(1, 2)).sum() + self.beside.square().sum() + self.free.square().sum()
+        self.accelerator.backward(loss)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach().clone() for each in (self.layer.weight, self.beside, self.free)]
+
+
+def test_parameters_of_no_model_are_saved_with_their_optimizers_state(tmp_path: Path) -> None:
+    run, resumed = Run(0), Run(1)
+    run.step()
+    run.accelerator.save_state(tmp_path / "state")
+    resumed.accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(one, other) for one, other in zip(run.step(), resumed.step(), strict=True))
+    assert run.seen == resumed.seen == [["Linear"]]
+    assert len(run.accelerator._models) == 1

@@ -44,6 +44,10 @@ _KINDS: dict[type, type] = {
 """The engine's kinds of prepared objects, and the classes of this package that stand for them."""
 
 
+class LooseParameters(nn.ParameterList):
+    """Parameters that a prepared optimizer holds and no prepared model has. Checkpoints contain them as one model."""
+
+
 class PreparedList:
     """Descriptor of a list that the run owns. Assigning to the attribute replaces the list's content."""
 
@@ -182,6 +186,10 @@ class Accelerator(ReadMembers):
             show_even_batches([prepared])
         elif kind is AcceleratedScheduler:
             prepared._split_batches = self.split_batches
+        elif kind is AcceleratedOptimizer:
+            known = {id(each) for model in self.prepared.models for each in model.parameters()}
+            held = [each for group in prepared.param_groups for each in group["params"]]
+            prepared.loose = [each for each in held if id(each) not in known]
         elif isinstance(prepared, nn.Module):
             prepared._is_accelerate_prepared = True  # type: ignore[assignment]
             if self._native_amp is False:
@@ -210,17 +218,24 @@ class Accelerator(ReadMembers):
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Register a hook that runs before `save_state`. It receives unwrapped models."""
-        return super().register_save_state_pre_hook(
-            lambda models, weights, folder: hook([self.strategy.unwrap(each) for each in models], weights, folder)
-        )
+
+        def given_bare(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            own = [self.strategy.unwrap(each) for each in models if not isinstance(each, LooseParameters)]
+            first_loose = len(weights) - (len(models) - len(own))
+            loose, weights[first_loose:] = weights[first_loose:], []  # the hook may remove weights
+            hook(own, weights, folder)
+            weights += loose
+
+        return super().register_save_state_pre_hook(given_bare)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Register a hook that runs before `load_state`. It receives unwrapped models."""
 
         def given_bare(models: list[nn.Module], folder: str) -> None:
-            left = [self.strategy.unwrap(each) for each in models]
+            loose: list[nn.Module] = [each for each in models if isinstance(each, LooseParameters)]
+            left = [self.strategy.unwrap(each) for each in models[: len(models) - len(loose)]]
             hook(left, folder)
-            models[:] = [each for each in models if any(self.strategy.unwrap(each) is one for one in left)]
+            models[:] = [each for each in models if any(self.strategy.unwrap(each) is one for one in left)] + loose
 
         return super().register_load_state_pre_hook(given_bare)
 
@@ -353,11 +368,28 @@ class Accelerator(ReadMembers):
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Save like `drivetrain.Accelerator.save_state`. Rank 0 chooses the directory if ranks pass different ones."""
-        return super().save_state(self._same_for_all(output_dir), *args, **kwargs)
+        with self._loose_parameters():
+            return super().save_state(self._same_for_all(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """Load like `drivetrain.Accelerator.load_state`. Rank 0 chooses the directory if ranks pass different ones."""
-        super().load_state(self._same_for_all(input_dir), *args, **kwargs)
+        with self._loose_parameters():
+            super().load_state(self._same_for_all(input_dir), *args, **kwargs)
+
+    @contextmanager
+    def _loose_parameters(self) -> Iterator[None]:
+        """Add `LooseParameters` of each optimizer to the prepared models, in the `with` body."""
+        models = self.prepared.models
+        count = len(models)
+        for optimizer in self.prepared.optimizers:
+            known = {id(each) for model in models for each in model.parameters()}
+            held = [each for each in getattr(optimizer, "loose", ()) if id(each) not in known]
+            if held:
+                models.append(LooseParameters(held))
+        try:
+            yield
+        finally:
+            del models[count:]
 
     def _same_for_all(self, directory: Any) -> Any:
         if directory is None or self.num_processes == 1:

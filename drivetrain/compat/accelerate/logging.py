@@ -13,7 +13,7 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 class MultiProcessAdapter(RankLogger):
     """`drivetrain.runtime.logging.RankLogger` that counts `stacklevel` as Accelerate does: 2 is the caller's line."""
 
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # type: ignore[override]
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a message on the main process or, with `main_process_only=False`, on all processes."""
         super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.accelerator import PreparedOptimizer
@@ -24,9 +26,11 @@ class AcceleratedOptimizer(PreparedOptimizer):
     Attributes:
         accelerator: The Accelerator that prepared it.
         device_placement: The argument of the constructor.
+        loose: Parameters that no prepared model had when the optimizer was prepared.
     """
 
     _is_accelerate_prepared = True
+    loose: Sequence[Tensor] = ()
     device_placement = True
     accelerator: Accelerator
 

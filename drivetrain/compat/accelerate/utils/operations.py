@@ -12,15 +12,10 @@ import torch
 
 from drivetrain.compat.accelerate.state import PartialState
 from drivetrain.compat.accelerate.utils.imports import package_available
-from drivetrain.runtime.collectives import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    reduce,
-)
-from drivetrain.runtime.collectives import pad_across_processes as pad_dense
+from drivetrain.runtime import collectives, pytrees
+from drivetrain.runtime.collectives import broadcast_object_list, gather_object
 from drivetrain.runtime.errors import CollectiveError as DistributedOperationException
+from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.pytrees import (
     TensorInformation,
     batch_size_or_none,
@@ -32,11 +27,9 @@ from drivetrain.runtime.pytrees import (
     is_namedtuple,
     is_tensor_information,
     listify,
-    recursively_apply,
     send_to_device,
     slice_tensors,
 )
-from drivetrain.runtime.pytrees import concatenate as concatenate_several
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -76,6 +69,29 @@ class CannotPadNestedTensorWarning(UserWarning):
     """Warning that a nested tensor cannot be padded."""
 
 
+class UnsupportedTypeError(DataError, TypeError):
+    """Raised if a nested structure holds a value of another type. It is a `TypeError`, as in Accelerate."""
+
+
+def _with_type_error(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return operation(*args, **kwargs)
+        except DataError as error:
+            raise UnsupportedTypeError(str(error)) from error
+
+    return call
+
+
+broadcast = _with_type_error(collectives.broadcast)
+gather = _with_type_error(collectives.gather)
+reduce = _with_type_error(collectives.reduce)
+recursively_apply = _with_type_error(pytrees.recursively_apply)
+_concatenate = _with_type_error(pytrees.concatenate)
+_pad = _with_type_error(collectives.pad_across_processes)
+
+
 def is_torch_tensor(tensor: object) -> bool:
     """Return True if the object is a tensor."""
     return isinstance(tensor, torch.Tensor)
@@ -88,7 +104,7 @@ def get_shape(data: Any) -> Any:
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate nested structures of tensors. A list of one may also hold values that are no tensors."""
-    return recursively_apply(torch.clone, data[0]) if len(data) == 1 else concatenate_several(data, dim)
+    return recursively_apply(torch.clone, data[0]) if len(data) == 1 else _concatenate(data, dim)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -96,7 +112,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
     def pad(each: torch.Tensor) -> Any:
         if not each.is_nested:
-            return pad_dense(each, dim, pad_index, pad_first)
+            return _pad(each, dim, pad_index, pad_first)
         warnings.warn("A nested tensor is not padded across processes.", CannotPadNestedTensorWarning, stacklevel=4)
         return each
 
@@ -104,7 +120,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     recursively_apply(lambda each: found.append(each.is_nested), tensor)
     if any(found):
         return recursively_apply(pad, tensor, error_on_other_type=True)
-    return pad_dense(tensor, dim, pad_index, pad_first)
+    return _pad(tensor, dim, pad_index, pad_first)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
