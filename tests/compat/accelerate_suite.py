@@ -25,9 +25,6 @@ import drivetrain.compat
 from drivetrain.compat.aliases import STAND_INS
 from drivetrain.compat.handed_on import absent
 
-LEFT_OUT = ("tests/deepspeed", "tests/fsdp")
-"""Folders that need devices."""
-
 
 def main() -> int:
     checkout, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
@@ -37,7 +34,6 @@ def main() -> int:
     for name in [each for each in sys.modules if each.split(".")[0] == "tests"]:
         del sys.modules[name]  # theirs has the same name
     tests = [each for each in options if each.startswith("tests/")]
-    left_out = [f"--ignore={each}" for each in LEFT_OUT]
     always = [
         "-q",
         "-p",
@@ -47,7 +43,6 @@ def main() -> int:
         "--tb=short",
         "-rA",
         "--continue-on-collection-errors",
-        *left_out,
     ]
     return int(pytest.main([*always, *options, *([] if tests else ["tests"])]))
 
@@ -65,8 +60,7 @@ def take_place(checkout: Path) -> None:
     for name in ("test_script", "test_sync", "test_ops"):
         setattr(utils, name, importlib.import_module(f"accelerate.test_utils.scripts.{name}"))
     for path in sorted((checkout / "tests").glob("**/*.py")):
-        if not any(str(path).startswith(str(checkout / each)) for each in LEFT_OUT):
-            fill_in(path)
+        fill_in(path)
 
 
 def fill_in(path: Path) -> None:
