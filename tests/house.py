@@ -450,7 +450,7 @@ ROOMS = {
     "callbacks": (33, 7598),
     "checkpoint": (13, 3175),
     "cli": (18, 1580),
-    "compat": (193, 11958),
+    "compat": (193, 11966),
     "data": (14, 3003),
     "inference": (24, 5776),
     "launch": (15, 4227),

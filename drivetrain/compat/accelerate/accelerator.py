@@ -117,12 +117,16 @@ class Accelerator(ReadMembers):
         """Run `drivetrain.Accelerator.prepare` with Accelerate's data order and random seeds."""
         mine = [not _is_marked(each) for each in objects]
         places = None if device_placement is None else list(compress(device_placement, mine))
+        models = [*self.prepared.models, *(each for each in objects if isinstance(each, nn.Module))]
+        loose = [loose_parameters(each, models) if isinstance(each, Optimizer) else [] for each in objects]
         with self._shuffling(objects):
             prepared = super().prepare(*compress(objects, mine), device_placement=places)
         made = iter(prepared if sum(mine) > 1 else [prepared] if sum(mine) else [])
         results = tuple(next(made) if own else given for own, given in zip(mine, objects, strict=True))
-        for result, place in zip(results, device_placement or [None] * len(results), strict=True):
+        for result, place, left in zip(results, device_placement or [None] * len(results), loose, strict=True):
             self._mirrored(result, place)
+            if left:
+                result.loose = left
         return results[0] if len(results) == 1 else results
 
     def prepare_model(
@@ -140,7 +144,11 @@ class Accelerator(ReadMembers):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Run `drivetrain.Accelerator.prepare_optimizer`."""
-        return self._mirrored(super().prepare_optimizer(optimizer, device_placement))
+        loose = loose_parameters(optimizer, self.prepared.models)
+        prepared = self._mirrored(super().prepare_optimizer(optimizer, device_placement))
+        if loose:
+            prepared.loose = loose
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> Any:
         """Run `drivetrain.Accelerator.prepare_scheduler`."""
@@ -186,10 +194,6 @@ class Accelerator(ReadMembers):
             show_even_batches([prepared])
         elif kind is AcceleratedScheduler:
             prepared._split_batches = self.split_batches
-        elif kind is AcceleratedOptimizer:
-            known = {id(each) for model in self.prepared.models for each in model.parameters()}
-            held = [each for group in prepared.param_groups for each in group["params"]]
-            prepared.loose = [each for each in held if id(each) not in known]
         elif isinstance(prepared, nn.Module):
             prepared._is_accelerate_prepared = True  # type: ignore[assignment]
             if self._native_amp is False:
@@ -382,8 +386,8 @@ class Accelerator(ReadMembers):
         models = self.prepared.models
         count = len(models)
         for optimizer in self.prepared.optimizers:
-            known = {id(each) for model in models for each in model.parameters()}
-            held = [each for each in getattr(optimizer, "loose", ()) if id(each) not in known]
+            alone = {id(each) for each in getattr(optimizer, "loose", ())}
+            held = [each for each in loose_parameters(optimizer, models) if id(each) in alone]
             if held:
                 models.append(LooseParameters(held))
         try:
@@ -401,6 +405,13 @@ def _is_marked(given: Any) -> bool:
     """Return True if the script marked its own data loader with `_is_accelerate_prepared`."""
     own = isinstance(given, DataLoader) and not isinstance(given, PreparedLoader | SkippingLoader)
     return own and getattr(given, "_is_accelerate_prepared", False)
+
+
+def loose_parameters(optimizer: Any, models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer that belong to none of the models."""
+    known = {id(each) for model in models for each in model.parameters()}
+    groups = getattr(optimizer, "param_groups", ())  # DeepSpeed's placeholders have none
+    return [each for group in groups for each in group["params"] if id(each) not in known]
 
 
 def give_generator(loader: Any) -> None:

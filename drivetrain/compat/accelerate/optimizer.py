@@ -26,7 +26,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
     Attributes:
         accelerator: The Accelerator that prepared it.
         device_placement: The argument of the constructor.
-        loose: Parameters that no prepared model had when the optimizer was prepared.
+        loose: Parameters that belonged to no model when the optimizer was prepared.
     """
 
     _is_accelerate_prepared = True

@@ -113,7 +113,7 @@ class ParallelismConfig(engine.ParallelismConfig):
             if parts:
                 mesh[parts]._flatten(name)  # type: ignore[index]
         names = tuple(name for name in mesh.mesh_dim_names or () if sizes[name] > 1)
-        return mesh[names]
+        return mesh if names == mesh.mesh_dim_names else mesh[names]
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """Return the device mesh, which the first call creates.
