@@ -15,6 +15,7 @@ from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWa
 from drivetrain.compat.lightning.pytorch import Callback, Trainer, __version__
 from drivetrain.compat.lightning.pytorch.callbacks import GradientAccumulationScheduler
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from tests.pool import run_in_processes
 
 OF_TASK = (
     *("setup", "teardown", "on_before_batch_transfer", "on_train_batch_start", "training_step", "optimizer_zero_grad"),
@@ -255,3 +256,34 @@ def test_warnings_of_what_may_be_a_mistake_can_be_turned_off() -> None:
         warnings.simplefilter("error")
         disable_possible_user_warnings()
         warnings.warn("perhaps", PossibleUserWarning, stacklevel=1)
+
+
+def states_around_validation(folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The torch generator of this rank before each validation within fit, and in its first step."""
+    states: list[torch.Tensor] = []
+
+    class Draws(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.rand(self.trainer.global_rank + 1)  # as dropout over batches of different shapes
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            states.append(torch.get_rng_state())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            states.append(torch.get_rng_state())
+
+    torch.manual_seed(0)
+    one = trainer(Path(folder))
+    one.limit_epochs(2)
+    one.fit(Draws())
+    return list(zip(states[::2], states[1::2], strict=True))
+
+
+def test_every_rank_draws_the_seed_of_its_validation_loader(tmp_path: Path) -> None:
+    for of_rank in run_in_processes(states_around_validation, 2, args=[str(tmp_path)], timeout=120):
+        assert len(of_rank) == 2
+        for before, after in of_rank:
+            torch.set_rng_state(before)
+            torch.empty((), dtype=torch.int64).random_()
+            assert torch.equal(torch.get_rng_state(), after)

@@ -228,6 +228,80 @@ def test_ctrl_c_leaves_the_script_with_a_status() -> None:
     assert (left.value.code, trainer.interrupted, trainer.state.status) == (1, True, TrainerStatus.INTERRUPTED)
 
 
+@pytest.mark.parametrize("verb", ["fit", "validate"])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_a_strategy_receives_the_exception_that_ends_a_run(verb: str, kind: type[BaseException]) -> None:
+    received: list[BaseException] = []
+
+    class Receives(SingleDeviceStrategy):
+        def on_exception(self, exception: BaseException) -> None:
+            received.append(exception)
+
+    class Raises(BoringModel):
+        def setup(self, stage: str) -> None:
+            raise kind("in setup")
+
+    with pytest.raises(SystemExit if kind is KeyboardInterrupt else kind):
+        getattr(quiet(strategy=Receives()), verb)(Raises())
+    assert [type(each) for each in received] == [kind]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("owner", ["trainer", "strategy"])
+def test_optimizers_can_be_replaced_at_the_start_of_an_epoch(owner: str, manual: bool) -> None:
+    class Steps(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.layer(batch).square().sum()
+            if manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.layer.weight], lr=0.001)
+
+    class Switches(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                new = [torch.optim.Adam(pl_module.parameters(), lr=0.01)]
+                owns = trainer if owner == "trainer" else trainer.strategy
+                owns.optimizers = new
+
+    torch.manual_seed(0)
+    model = Steps()
+    plain = torch.nn.Linear(32, 2)
+    plain.load_state_dict(model.layer.state_dict())
+    data = DataLoader(torch.rand(4, 32), batch_size=2)
+    trainer = quiet(max_epochs=2, callbacks=[Switches()])
+    trainer.fit(model, data)
+    for optimizer in (torch.optim.SGD([plain.weight], lr=0.001), torch.optim.Adam(plain.parameters(), lr=0.01)):
+        for batch in data:
+            plain.zero_grad()
+            plain(batch).square().sum().backward()
+            optimizer.step()
+    assert [type(each) for each in trainer.optimizers] == [torch.optim.Adam]
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.layer.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_optimizers_cannot_be_replaced_outside_of_fit_or_by_one_that_needs_a_closure() -> None:
+    class Switches(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.optimizers = [torch.optim.LBFGS(pl_module.parameters())]
+
+    trainer = quiet(callbacks=[Switches()])
+    with pytest.raises(MisconfigurationException, match="can be replaced during fit"):
+        trainer.optimizers = []
+    with pytest.raises(MisconfigurationException, match="L-BFGS, cannot replace"):
+        trainer.fit(BoringModel())
+
+
 def test_setup_sees_the_verb_and_what_will_run() -> None:
     seen: list[Any] = []
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,33 @@ def test_neither_do_the_bars_of_the_mirror_end_a_run(output: str, bar: str, tmp_
     line = OUTPUTS[output].format(f"{sys.executable} train.py")
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr[-7:]) == (0, "2 steps"), done.stderr
+
+
+class Copies:
+    """A stream as people put it in the place of stdout, to keep what is printed in a file as well."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.kept = stream, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.kept += text
+        return int(self.stream.write(text))
+
+
+def test_a_stream_that_copies_what_is_printed_receives_the_text(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies(sys.stdout)
+    monkeypatch.setattr(sys, "stdout", copies)
+    print_text("written")
+    replaced: list[str] = []
+    monkeypatch.setattr(copies.stream, "write", replaced.append)
+    print_text("once more")
+    monkeypatch.undo()
+    assert (copies.kept, replaced, capfd.readouterr().out) == ("written\nonce more\n", ["once more\n"], "written\n")
 
 
 def test_what_is_written_reaches_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

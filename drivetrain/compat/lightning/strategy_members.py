@@ -121,8 +121,14 @@ class StrategyMembers:
 
     @property
     def optimizers(self) -> list[Any]:
-        """Optimizers of the Trainer."""
+        """Optimizers of the Trainer. They can be assigned during `fit`."""
         return list(getattr(self._driver, "optimizers", ()))
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        if self._driver is None:
+            raise ConfigurationError("A strategy has optimizers while its Trainer runs fit. Assign them in a hook.")
+        self._driver.replace_optimizers(optimizers)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
@@ -132,6 +138,9 @@ class StrategyMembers:
     @property
     def _lightning_module(self) -> Any:
         return self.lightning_module
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Clean up after a run that ended with an exception, Ctrl-C included. Does nothing unless overridden."""
 
     # this process
 

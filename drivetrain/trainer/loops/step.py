@@ -361,7 +361,6 @@ class PlainStep:
         self._steps_schedulers = trainer.task_run.steps_schedulers
         self._ends_epochs = trainer.task_run.ends_epochs_of_schedulers
         self._engine, self._timing = accelerator.optimizer_step, accelerator.optimizer_step.timing
-        self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._dummy_loss = self._choose_dummy_loss()
         self._taken: list[PendingBatch] = []  # batches that the step took from `dataloader_iter`
@@ -369,7 +368,7 @@ class PlainStep:
         bound, self._no_step = map(self._bind, (step, _leave_out))
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
         self._output = StepOutput(type(task).__name__)
-        self._zero_grad, self._clears_first = choose_zero_grad(trainer, task, self._optimizers, hooks)
+        self.take_optimizers()
         self._shards = 1
         self._is_weighted: bool | None = None
         self._on_batch_start = hooks.find("on_train_batch_start")
@@ -383,6 +382,12 @@ class PlainStep:
         self._foresight = Foresight.of(trainer)
         self._remaining = 1
         self._has_gradients = self._took_part = False
+
+    def take_optimizers(self) -> None:
+        """Read the run's optimizers again, after they have been replaced between two steps."""
+        trainer = self._trainer
+        self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
+        self._zero_grad, self._clears_first = choose_zero_grad(trainer, self._task, self._optimizers, trainer.hooks)
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         trainer, task = self._trainer, self._task

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from drivetrain.callbacks.base import Callback, Stage
@@ -21,10 +22,12 @@ from drivetrain.runtime import observer
 from drivetrain.runtime.collectives import broadcast_object_list, gather_object
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import CALLBACKS
+from drivetrain.strategies.base import needs_closure
 from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.progress import Phase
+from drivetrain.trainer.loops.step import PlainStep
 from drivetrain.trainer.optimizers import SCHEDULER_KEYS, SchedulerConfig
 
 # Lightning's warnings about data loaders
@@ -151,8 +154,41 @@ def _equal_on_all(drawn: list[Any]) -> list[Any]:
 # Conventions for loaders, hooks and the start of a run
 
 
+def draw_seeds_apart(trainer: CoreTrainer, loaders: Sequence[Any]) -> None:
+    """Draw a number for each validation loader on ranks whose torch generator differs from that of rank 0.
+
+    A `DataLoader` draws a seed when it is iterated. Lightning's ranks iterate one each, so the generators of all ranks
+    advance. drivetrain draws with the state of rank 0, and only the ranks in this state advance.
+    """
+    states = gather_object([hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()])
+    if states[trainer.global_rank] != states[0]:
+        for loader in loaders:
+            if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+                torch.empty((), dtype=torch.int64).random_()
+
+
 class LightningFitLoop(FitLoop):
     """`FitLoop` that validates before stopping mid-epoch, and calls most start hooks only once."""
+
+    def __init__(self, trainer: CoreTrainer, *parts: Any) -> None:
+        super().__init__(trainer, *parts)
+        self.step: PlainStep = parts[0]
+        run, validation = self._run_validation, self._validation
+        if (
+            run is None
+            or validation is None
+            or trainer.strategy.topology.data_shard.count == 1
+            or not trainer.use_distributed_sampler
+        ):
+            return
+
+        def run_with_seeds(*args: Any, **kwargs: Any) -> Any:
+            validation.load()
+            given = trainer.current.loaders[Stage.VALIDATE]
+            draw_seeds_apart(trainer, given.loaders if isinstance(given, CombinedLoader) else [given])
+            return run(*args, **kwargs)
+
+        self._run_validation = run_with_seeds
 
     def stop_epoch(self) -> bool:
         """Stop the epoch. Validate first if a callback or `max_time` stops it, so that a checkpoint has a score."""
@@ -221,6 +257,24 @@ class LightningConventions(CoreTrainer):
 
     def make_fit_loop(self, *parts: Any) -> FitLoop:
         return LightningFitLoop(self, *parts)
+
+    def replace_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Replace the optimizers of a running `fit`, from the next step on. Schedulers keep their optimizers."""
+        if not isinstance(self.loop, LightningFitLoop) or self.stage is None:
+            raise ConfigurationError(
+                "The optimizers can be replaced during fit, for example in on_train_epoch_start. Before, return them "
+                "from configure_optimizers."
+            )
+        if any(map(needs_closure, optimizers)):
+            raise ConfigurationError(
+                "An optimizer that needs a closure, such as L-BFGS, cannot replace another one during fit. Return it "
+                "from configure_optimizers."
+            )
+        engine, run = self.accelerator, self.task_run
+        kept = [each for each in run.optimizers if any(each.optimizer is one for one in optimizers)]
+        engine.prepared.forget([each for each in run.optimizers if each not in kept])
+        run.optimizers = [engine.prepare_optimizer(each) for each in optimizers]
+        self.loop.step.take_optimizers()
 
     @property
     def validates_whole_epochs(self) -> bool:

@@ -209,6 +209,9 @@ class Trainer(LightningSaving):
         try:
             with warn_by_warnings(), self.closing_checkpoints():
                 yield
+        except BaseException as error:
+            self.strategy.on_exception(error)
+            raise
         finally:
             self._running = self._weights_only = None
         if stage is Stage.TRAIN:
@@ -402,6 +405,15 @@ class Trainer(LightningSaving):
     def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
         self._chosen_path = path
         self.task_run.checkpoint_path = None if path is None else os.fspath(path)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The run's optimizers. They can be assigned during `fit`."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[Any]) -> None:
+        self.replace_optimizers(optimizers)
 
     # on what
 

@@ -256,7 +256,11 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print text above the bars."""
         if any(not bar.disable for bar in self._bars.values()):
-            Tqdm.write(sep.join(map(str, args)), **{**kwargs, "file": Lenient(kwargs.get("file") or sys.stdout)})
+            text = sep.join(map(str, args))
+            try:
+                Tqdm.write(text, **kwargs)
+            except (OSError, ValueError, AttributeError):  # closed, without an encoding for the text, or no stdout
+                Tqdm.write(text, **{**kwargs, "file": Lenient(kwargs.get("file") or sys.stdout)})
         else:
             super().print(*args, **(kwargs if sep == " " else {**kwargs, "sep": sep}))
 
