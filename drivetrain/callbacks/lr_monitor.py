@@ -113,7 +113,7 @@ class LearningRateMonitor(Callback):
         self._rates = self._find(trainer.optimizers, trainer.lr_scheduler_configs)
         if self.log_momentum and any(not each.has_momentum for each in self._rates):
             warnings.warn(
-                "LearningRateMonitor(log_momentum=True): some optimizers have no momentum. For these, 0 is logged.",
+                "LearningRateMonitor(log_momentum=True): some optimizers do not have momentum. For these, 0 is logged.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -163,5 +163,5 @@ def test_missing_momentum_is_warned_of(tmp_path: Path) -> None:
     def without(task: torch.nn.Module) -> Any:
         return torch.optim.ASGD(task.parameters(), lr=0.5)
 
-    with pytest.warns(RuntimeWarning, match="some optimizers have no momentum"):
+    with pytest.warns(RuntimeWarning, match="some optimizers do not have momentum"):
         logged(tmp_path, without, LearningRateMonitor("epoch", log_momentum=True))

@@ -11,6 +11,10 @@ whose name begins with an underscore, or that is in one of the modules of `MACHI
 puts a method of its own into a strategy, does by hand what Fabric does with one, or pretends that there are devices
 which are not there; and where `LEFT_OUT` names it, with its reason. What skips itself, for want of a GPU or a package,
 is counted apart.
+
+`--public` selects by the sources alone, so that the same cases can be run with Lightning itself. A case is not run if
+its source names a part of the machinery, or puts something in the place of a part of Lightning. Every other case that
+does not pass has failed: `LEFT_OUT` has no effect. `-- --collect-only` prints the names of the selected cases.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ import inspect
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -428,6 +434,21 @@ class _Signals:
         return set(signal.valid_signals())
 
 
+class _Snapshots:
+    """Checkpoints before a scheduler ends a job, which a helper of the suite writes and reads again."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def hpc_save_path(self, folder: Any) -> str:
+        return str(Path(folder) / "hpc_ckpt_1.ckpt")
+
+    def restore(self, path: Any) -> None:
+        self._trainer.lightning_module.load_state_dict(_load(path)["state_dict"])
+
+    vars()["_CheckpointConnector__get_max_ckpt_path_from_folder"] = hpc_save_path
+
+
 HELPERS: dict[str, Any] = {
     "lightning.fabric.plugins.environments.lightning.find_free_network_port": _free_port,
     "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver": type("Observer", (), {}),
@@ -610,15 +631,20 @@ LOOPS = (
 PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightning)\.[\w.]+)[\"']"
 
 
+NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
+FLAG = r"[\"']_[A-Z][A-Z_]*[\"']"
+DEVICES = r"cuda_count_[1-9]|mps_count_[1-9]|xla_available|tpu_available"
+REPLACING = r"(?:^|\.)(?:patch|patch\.object|patch\.multiple|monkeypatch\.setattr)$"
+
 NOT_LIGHTNINGS = ("_modules", "_parameters", "_buffers", "_is_currently_logging", "_trainer")
 
 
-def why_source_is_left_out(function: Any) -> str | None:
-    """The part of the machinery that a test's source names, if it names one."""
+def why_source_is_left_out(function: Any, names: Mapping[str, Any] | None = None) -> str | None:
+    """The part of the machinery that the source of a test, or of what it uses, names, if it names one."""
     function = inspect.unwrap(function)
     source = inspect.getsource(function)
     for name in set(re.findall(r"\w+", source)):
-        imported = getattr(function, "__globals__", {}).get(name)
+        imported = (function.__globals__ if names is None else names).get(name)
         if isinstance(imported, Absent) and is_machinery(imported.__name__):
             return f"names {imported.__name__}"
         if isinstance(imported, type) and is_machinery(imported.__module__.removeprefix("drivetrain.compat.")):
@@ -633,6 +659,58 @@ def why_source_is_left_out(function: Any) -> str | None:
         if path and is_machinery(path) and name not in FLAGS.get(module, "").split():
             return f"names {path}"
     return None
+
+
+def uses_only_public_names(item: Any) -> bool:
+    """Whether a case, with what it uses of its file, names and replaces nothing of the machinery.
+
+    A case that pretends that there are devices replaces what finds them.
+    """
+    if any(re.fullmatch(DEVICES, name) for name in item.fixturenames):
+        return False
+    left, seen = [inspect.unwrap(item.function)], set()
+    while left:
+        one = left.pop()
+        is_public, used = _uses(one)
+        if not is_public:
+            return False
+        seen.add(one)
+        left += [each for each in used if each not in seen]
+    return True
+
+
+@functools.cache
+def _uses(one: Any) -> tuple[bool, list[Any]]:
+    """Whether the source of a function or class is about public names, and what it uses of its file."""
+    names = vars(inspect.getmodule(one))
+    source = textwrap.dedent(inspect.getsource(one))
+    words = set(re.findall(r"\w+", source))
+    if why_source_is_left_out(one, names) or re.search(FLAG, source) or _replaces(names, source):
+        return False, []
+    used = [names[word] for word in words & names.keys()]
+    own = [each for each in used if inspect.isfunction(each) or inspect.isclass(each)]
+    is_public = not words & _private_imports(inspect.getsourcefile(one) or "")
+    return is_public, [each for each in own if each is not one and each.__module__ == names["__name__"]]
+
+
+@functools.cache
+def _private_imports(file: str) -> set[str]:
+    """The names that begin with an underscore which a file imports from Lightning."""
+    imports = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.ImportFrom))
+    names = {each.name for node in imports if (node.module or "").startswith(NAMES) for each in node.names}
+    return {name for name in names if name.startswith("_")}
+
+
+def _replaces(names: dict[str, Any], source: str) -> bool:
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call) or not call.args or not re.search(REPLACING, ast.unparse(call.func)):
+            continue
+        target = ast.unparse(call.args[0]).strip("\"'")
+        named = names.get(target.partition(".")[0])
+        path = getattr(named, "__module__", None) or getattr(named, "__name__", None) or target
+        if str(path).partition(".")[0] in (*NAMES, "drivetrain"):
+            return True
+    return False
 
 
 @functools.cache
@@ -681,7 +759,8 @@ def why_left_out(error: BaseException) -> str | None:
 class Outcomes:
     """A plugin of pytest that sorts the cases."""
 
-    def __init__(self) -> None:
+    def __init__(self, public: bool = False) -> None:
+        self.public = public
         self.cases: dict[str, tuple[str, str]] = {}
 
     @pytest.hookimpl(hookwrapper=True)
@@ -692,6 +771,7 @@ class Outcomes:
             self.cases[name] = ("skipped", str(report.longrepr[2] if report.longrepr else ""))
         elif call.excinfo is not None and not report.skipped:
             machinery = why_left_out(call.excinfo.value) or why_source_is_left_out(item.function)
+            machinery = None if self.public else machinery
             words = f"{type(call.excinfo.value).__name__}: {call.excinfo.value}".replace("\n", " ")
             outcome = ("failed", words[:300]) if machinery is None else ("left out", machinery)
             if self.cases.get(name, ("passed", ""))[0] == "passed":
@@ -714,6 +794,9 @@ class Outcomes:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self.public:
+            items[:] = [item for item in items if uses_only_public_names(item)]
+            return
         for item in items:
             for end, reason in LEFT_OUT.items():
                 if (
@@ -752,7 +835,7 @@ def _reading(name: str) -> property:
 
 def take_place() -> None:
     """Put our names in the place of Lightning's, also in processes that a test starts."""
-    drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
+    drivetrain.compat.install(*NAMES)
     paths = [str(STAND_INS / "lightning"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning's import does, and DeepSpeed's again
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(each for each in paths if each))
@@ -766,6 +849,7 @@ def take_place() -> None:
         package, _, kind = path.rpartition(".")
         for private, public in names.items():
             setattr(getattr(importlib.import_module(package), kind), private, _reading(public))
+    CoreTrainer._checkpoint_connector = property(_Snapshots)  # type: ignore[attr-defined]  # in `run_model_test`
     CoreTrainer._teardown = lambda trainer: None  # type: ignore[attr-defined]  # called where a run is over
     FitLoopView.state_dict = lambda view: view._trainer.progress.state_dict()  # type: ignore[attr-defined]
     EpochLoopView._get_monitor_value = None  # type: ignore[attr-defined]  # a helper puts a counter around it
@@ -779,6 +863,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of Lightning's repository")
     parser.add_argument("files", nargs="+", help="files or folders of its tests")
+    parser.add_argument("--public", action="store_true", help="select by the sources alone")
     parser.add_argument("--why", action="store_true", help="print the reason of each case that has not passed")
     own, _, others = " ".join(sys.argv[1:]).partition(" -- ")
     given = parser.parse_args(own.split())
@@ -791,7 +876,7 @@ def main() -> int:
     take_place()
     os.chdir(tests)
     sys.path.insert(0, str(tests))
-    outcomes = Outcomes()
+    outcomes = Outcomes(given.public)
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--tb=short"]
     pytest.main([*options, "--continue-on-collection-errors", *paths, *others.split()], [outcomes])
     outcomes.show(given.why)

@@ -51,17 +51,74 @@ def test_machinery_is_what_is_private_by_its_name_or_its_module(name: str, is_pr
     assert is_machinery(name) is is_private
 
 
+def run_suite(folder: Path, cases: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+    """Run a suite of one file. Returns the process, and the line about each case that has not passed."""
+    tests = folder / "tests" / "tests_pytorch"
+    tests.mkdir(parents=True)
+    (tests / "test_some.py").write_text(cases)
+    command = [sys.executable, "-m", "tests.compat.lightning_suite", str(folder), "test_some.py", "--why", *options]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in ran.stdout.splitlines() if "::test_" in line and "  " in line]
+    return ran, {line.split("::")[1].split()[0]: line for line in lines}
+
+
 @pytest.mark.compat
 def test_cases_are_sorted_by_what_they_are_about(tmp_path: Path) -> None:
-    folder = tmp_path / "tests" / "tests_pytorch"
-    folder.mkdir(parents=True)
-    (folder / "test_some.py").write_text(CASES)
-    command = [sys.executable, "-m", "tests.compat.lightning_suite", str(tmp_path), "test_some.py", "--why"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = ran.stdout.splitlines()
-    reasons = {line.split("::")[1].split()[0]: line for line in lines if "::test_" in line and "  " in line}
-    assert lines[-1].split() == ["all", "1", "2", "2", "0"], ran.stdout + ran.stderr
+    ran, reasons = run_suite(tmp_path, CASES)
+    assert ran.stdout.splitlines()[-1].split() == ["all", "1", "2", "2", "0"], ran.stdout + ran.stderr
     assert "uses _FitLoop" in reasons["test_of_machinery"]
     assert "reads _data_connector" in reasons["test_of_a_private_attribute"]
     assert "NameMissing: lightning.pytorch.nowhere.Missing" in reasons["test_of_a_missing_name"]
     assert ran.returncode == 1
+
+
+MORE_CASES = """
+from unittest import mock
+
+import pytest
+from lightning.pytorch.loops import _Loop
+
+
+def helper():
+    return Trainer(logger=False)._data_connector
+
+
+class Model(LightningModule):
+    _private = 1
+
+    def step(self):
+        return self._private
+
+
+@pytest.fixture
+def cuda_count_2():
+    pass
+
+
+def test_that_uses_a_helper():
+    helper()
+
+
+def test_that_replaces_a_part():
+    with mock.patch("lightning.pytorch.Trainer.fit"):
+        pass
+
+
+def test_that_pretends_devices(cuda_count_2):
+    pass
+
+
+def test_that_names_a_private_import():
+    assert _Loop is not None
+
+
+def test_of_a_class_with_private_names_of_its_own():
+    assert Model().step() == 1
+"""
+
+
+@pytest.mark.compat
+def test_public_cases_are_selected_by_their_sources(tmp_path: Path) -> None:
+    ran, reasons = run_suite(tmp_path, CASES + MORE_CASES, "--public")
+    assert ran.stdout.splitlines()[-1].split() == ["all", "2", "2", "0", "0"], ran.stdout + ran.stderr
+    assert reasons.keys() == {"test_fails", "test_of_a_missing_name"}

@@ -127,7 +127,18 @@ def test_the_counters_of_the_loop_follow_the_run() -> None:
     assert trainer.fit_loop.epoch_progress.current.completed == 2
     assert (trainer.fit_loop.batch_idx, trainer.fit_loop.total_batch_idx, trainer.is_last_batch) == (1, 3, True)
     assert trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps == 4
-    assert trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed == 2
+    assert trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed == 1
+
+
+def test_the_total_of_validated_batches_is_that_of_the_epoch() -> None:
+    totals: list[int] = []
+
+    class Reads(BoringModel):
+        def on_train_epoch_end(self) -> None:
+            totals.append(self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed)
+
+    quiet(max_epochs=3, limit_train_batches=4, limit_val_batches=3, val_check_interval=2).fit(Reads())
+    assert totals == [6, 6, 6]
 
 
 def test_an_epoch_that_max_steps_cuts_short_counts() -> None:

@@ -202,10 +202,12 @@ class LightningFitLoop(FitLoop):
 
         They prepare for the rest of the epoch. Subclasses of them are called too.
         """
+        trainer, actions = self._trainer, self._trainer.actions
         if not is_again:
+            if isinstance(trainer, LightningConventions):
+                trainer.validated_before = trainer.logged.evaluated.total(Stage.VALIDATE, alone=False)
             super().call_epoch_start(is_again)
             return
-        trainer, actions = self._trainer, self._trainer.actions
         name = "on_train_epoch_start"
         with trainer.timing.span(CALLBACKS):
             for callback in trainer.callbacks:
@@ -221,7 +223,13 @@ def _own_class(callback: Callback) -> type:
 
 
 class LightningConventions(CoreTrainer):
-    """Mixin of the mirror's Trainer with Lightning's conventions."""
+    """Mixin of the mirror's Trainer with Lightning's conventions.
+
+    Attributes:
+        validated_before: Number of validation batches in fit before the current epoch.
+    """
+
+    validated_before = 0
 
     def begin_training(self, task: Task) -> None:
         """Clear the gradients. Raise an error if the checkpoint is from after the last requested epoch."""
