@@ -58,7 +58,7 @@ def count_parameters(model: nn.Module, state: ModelState | None = None, recurse:
             whole, is_trained = (
                 (parameter.numel(), parameter.requires_grad) if state is None else state.describe(parameter)
             )
-            own, size = parameter_size(module, name, whole)
+            own, size = parameter_size(module, name, parameter, whole)
             elements, nbytes, trained = elements + own, nbytes + size, trained + own * is_trained
     return ParameterCount(elements, trained, nbytes)
 

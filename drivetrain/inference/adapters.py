@@ -65,7 +65,7 @@ class FrozenLinear(nn.Module):
         self.__dict__["base"] = base
         self.in_features, self.out_features = base.in_features, base.out_features
         self._base_device = next(iter(_tensors(base))).device
-        sizes = [parameter_size(base, name, held.numel()) for name, held in base.named_parameters(recurse=False)]
+        sizes = [parameter_size(base, name, held, held.numel()) for name, held in base.named_parameters(recurse=False)]
         self.frozen_size = sum(elements for elements, _ in sizes), sum(nbytes for _, nbytes in sizes)
         self._parts: dict[str, _Part] = {}
         self._bind: Bind = bind_weight if quantizer is None else quantizer.bind

@@ -296,10 +296,8 @@ class HostBlocks:
         return items
 
 
-def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
+def parameter_size(layer: torch.nn.Module, name: str, parameter: Any, whole: int) -> tuple[int, int]:
     """Return a parameter's number of values before quantization, and its bytes."""
-    # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
-    parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())
     if name != "weight":
         return whole, stored

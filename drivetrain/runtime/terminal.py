@@ -7,7 +7,6 @@ import re
 import sys
 import unicodedata
 from contextlib import suppress
-from io import TextIOWrapper
 from typing import Any, TextIO
 
 HIDDEN = "<hidden>"
@@ -102,10 +101,8 @@ def encodable(text: str, stream: TextIO) -> str:
 
 def _descriptor(stream: TextIO) -> int | None:
     # A stream with its own `write`, such as one that copies the output to a file, must receive the text.
-    if getattr(type(stream), "write", None) is not TextIOWrapper.write or "write" in getattr(stream, "__dict__", ()):
-        return None
     try:
-        return stream.fileno()
+        return stream.fileno() if type(stream).__module__ == "_io" and "write" not in vars(stream) else None
     except (AttributeError, OSError, ValueError):
         return None
 

@@ -102,6 +102,20 @@ def fit(tmp_path: Path, summary: ModelSummary) -> None:
     trainer.fit(Sized(), ones(1))
 
 
+def test_a_scripted_module_has_its_parameters_and_no_sizes() -> None:
+    class Scripted(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.jit.script(nn.Linear(3, 2))
+            self.example_input_array = torch.rand(2, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(x)
+
+    [row] = ModuleTable(Scripted(), max_depth=1).layers
+    assert (row.kind, row.parameters, row.in_size) == ("RecursiveScriptModule", 8, "?")
+
+
 def test_fit_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ModelSummary())
     lines = capsys.readouterr().out.splitlines()

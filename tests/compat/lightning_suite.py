@@ -633,7 +633,7 @@ PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightni
 
 NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
 FLAG = r"[\"']_[A-Z][A-Z_]*[\"']"
-DEVICES = r"cuda_count_[1-9]|mps_count_[1-9]|xla_available|tpu_available"
+DEVICES = r"cuda_count_[1-9]|mps_count_[1-9]|(mock_)?(xla|tpu)_available|mock_(cuda|mps)_count"
 REPLACING = r"(?:^|\.)(?:patch|patch\.object|patch\.multiple|monkeypatch\.setattr)$"
 
 NOT_LIGHTNINGS = ("_modules", "_parameters", "_buffers", "_is_currently_logging", "_trainer")
@@ -685,6 +685,11 @@ def _uses(one: Any) -> tuple[bool, list[Any]]:
     names = vars(inspect.getmodule(one))
     source = textwrap.dedent(inspect.getsource(one))
     words = set(re.findall(r"\w+", source))
+    if any(re.fullmatch(DEVICES, word) for word in words):
+        return False, []
+    inherited = set(re.findall(r"self\.(_[a-z]\w*)", source)) - own_names(inspect.getsourcefile(one) or "")
+    if inherited - {*NOT_LIGHTNINGS}:
+        return False, []
     if why_source_is_left_out(one, names) or re.search(FLAG, source) or _replaces(names, source):
         return False, []
     used = [names[word] for word in words & names.keys()]

@@ -89,6 +89,17 @@ def test_hooks_are_called_as_lightning_calls_them(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_gradients_are_cleared_after_the_model_is_configured_and_before_its_data_is_loaded(
+    verb: str, tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+    loader = f"{verb.replace('validate', 'val')}_dataloader"
+    model = recorded(BoringModel(), ("setup", "configure_model", "zero_grad", loader), calls)
+    getattr(trainer(tmp_path), verb)(model)
+    assert [name for name, *_ in calls] == ["setup", "configure_model", "zero_grad", loader]
+
+
 def test_hooks_see_a_checkpoint_by_lightnings_names_and_what_they_add_comes_back(tmp_path: Path) -> None:
     seen: list[Any] = []
 

@@ -385,9 +385,8 @@ class PlainStep:
 
     def take_optimizers(self) -> None:
         """Read the run's optimizers again, after they have been replaced between two steps."""
-        trainer = self._trainer
-        self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
-        self._zero_grad, self._clears_first = choose_zero_grad(trainer, self._task, self._optimizers, trainer.hooks)
+        self._optimizers = [optimizer.optimizer for optimizer in self._trainer.task_optimizers]
+        self._zero_grad, self._clears_first = choose_zero_grad(self._trainer, self._task, self._optimizers)
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         trainer, task = self._trainer, self._task
@@ -635,16 +634,14 @@ class ManualStep(PlainStep):
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None: ...
 
 
-def choose_zero_grad(
-    trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
-) -> tuple[Callable[[], None], bool]:
+def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer]) -> tuple[Callable[[], None], bool]:
     """Choose how gradients are cleared, and whether this may happen before the forward.
 
     It must happen later, before the backward, if hooks or an override in the task observe the call.
     """
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
-    before = hooks.find("on_before_zero_grad")
+    before = trainer.hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     beside = presence_parameter(trainer.task_run.model)

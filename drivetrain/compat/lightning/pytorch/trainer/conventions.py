@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from drivetrain.callbacks.base import Callback, Stage
@@ -25,10 +26,14 @@ from drivetrain.runtime.timing import CALLBACKS
 from drivetrain.strategies.base import needs_closure
 from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
+from drivetrain.trainer.loops.batches import TrainingBatches
+from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.progress import Phase
+from drivetrain.trainer.loops.run_control import EpochHealth
 from drivetrain.trainer.loops.step import PlainStep
 from drivetrain.trainer.optimizers import SCHEDULER_KEYS, SchedulerConfig
+from drivetrain.trainer.prepared_task import TaskRun
 
 # Lightning's warnings about data loaders
 
@@ -170,10 +175,19 @@ def draw_seeds_apart(trainer: CoreTrainer, loaders: Sequence[Any]) -> None:
 class LightningFitLoop(FitLoop):
     """`FitLoop` that validates before stopping mid-epoch, and calls most start hooks only once."""
 
-    def __init__(self, trainer: CoreTrainer, *parts: Any) -> None:
-        super().__init__(trainer, *parts)
-        self.step: PlainStep = parts[0]
-        run, validation = self._run_validation, self._validation
+    validated_before = 0
+    """Number of validation batches in this fit before the current epoch."""
+
+    def __init__(
+        self,
+        trainer: CoreTrainer,
+        step: PlainStep,
+        batches: TrainingBatches,
+        validation: EvaluationLoop | None,
+        health: EpochHealth,
+    ) -> None:
+        super().__init__(trainer, step, batches, validation, health)
+        self.step, run = step, self._run_validation
         if (
             run is None
             or validation is None
@@ -204,8 +218,7 @@ class LightningFitLoop(FitLoop):
         """
         trainer, actions = self._trainer, self._trainer.actions
         if not is_again:
-            if isinstance(trainer, LightningConventions):
-                trainer.validated_before = trainer.logged.evaluated.total(Stage.VALIDATE, alone=False)
+            self.validated_before = trainer.logged.evaluated.total(Stage.VALIDATE, alone=False)
             super().call_epoch_start(is_again)
             return
         name = "on_train_epoch_start"
@@ -222,14 +235,17 @@ def _own_class(callback: Callback) -> type:
     return next(kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == package)
 
 
+class LightningTaskRun(TaskRun):
+    """`TaskRun` that clears the gradients before an evaluation, after `configure_model`."""
+
+    def place_for_evaluation(self, task: Task) -> nn.Module:
+        placed = super().place_for_evaluation(task)
+        task.zero_grad()
+        return placed
+
+
 class LightningConventions(CoreTrainer):
-    """Mixin of the mirror's Trainer with Lightning's conventions.
-
-    Attributes:
-        validated_before: Number of validation batches in fit before the current epoch.
-    """
-
-    validated_before = 0
+    """Mixin of the mirror's Trainer with Lightning's conventions."""
 
     def begin_training(self, task: Task) -> None:
         """Clear the gradients. Raise an error if the checkpoint is from after the last requested epoch."""

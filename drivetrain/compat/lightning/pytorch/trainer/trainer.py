@@ -36,6 +36,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     with_external,
 )
 from drivetrain.compat.lightning.pytorch.trainer.conventions import (
+    LightningTaskRun,
     draw_seed_of,
     interleaved,
     warn_of_loader,
@@ -144,6 +145,7 @@ class Trainer(LightningSaving):
         if options.get("barebones"):
             vars(self.logged)["log"] = log_nothing
         self.tracker_log = LightningTrackerLog(self, enable_autolog_hparams)
+        self.task_run = LightningTaskRun(self)
         self.actions.use_words(_WORDS)
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()

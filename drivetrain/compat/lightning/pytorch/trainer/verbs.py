@@ -69,9 +69,6 @@ def lightning_verb(verb: F) -> F:
                         _leave_predictions(given)
                     return verb(self, model, **given)
                 _open_experiments(self)
-                evaluated = self.task if model is None else uncompiled(model)
-                if stage is not Stage.TRAIN and evaluated is not None:
-                    evaluated.zero_grad()
                 if self.world_size > 1:
                     reset_seed()  # several processes apply the seed again, regardless of numbers drawn before
                 result = verb(self, model, **given)

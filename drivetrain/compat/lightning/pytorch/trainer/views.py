@@ -237,8 +237,11 @@ class EvaluationLoopView:
         self._trainer, self._stage = trainer, stage
         done: Read = lambda: trainer.logged.evaluated.total(str(stage), alone)  # noqa: E731 - read twice
         last: Read = lambda: min(done(), sum(self.max_batches[-1:]))  # noqa: E731 - read twice
-        # Within fit, the total starts again with each epoch.
-        total: Read = lambda: done() - (0 if alone else trainer.validated_before)  # noqa: E731 - read twice
+
+        def total() -> float:
+            # Within fit, the total starts again with each epoch.
+            return done() - (0 if alone else getattr(trainer.loop, "validated_before", 0))
+
         self.batch_progress = Counts(Count(last, last), Count(total, total))
 
     @property
