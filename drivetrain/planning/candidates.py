@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.planning.hardware import Cluster
@@ -26,6 +27,7 @@ class Kind:
         is_sharded: True for FSDP, whose options differ from those of a mesh.
         is_meshed: True if it takes the sizes of a device mesh.
         recomputes: True if it can recompute the activations of blocks.
+        has_engine: True if it builds an engine around the optimizer, as DeepSpeed does.
     """
 
     class_name: str = ""
@@ -35,6 +37,7 @@ class Kind:
     is_sharded: bool = False
     is_meshed: bool = False
     recomputes: bool = False
+    has_engine: bool = False
 
 
 KINDS = {
@@ -42,6 +45,7 @@ KINDS = {
     "ddp": Kind(has_buckets=True),
     "fsdp": Kind("FSDP", "FSDP", is_sharded=True, recomputes=True),
     "parallel": Kind("Parallel", is_meshed=True, recomputes=True),
+    "deepspeed": Kind("DeepSpeed", "DEEPSPEED", has_engine=True),
 }
 """Kinds of strategies by name."""
 
@@ -61,6 +65,7 @@ class Candidate:
         cp: Processes that share each sequence.
         pp: Pipeline stages.
         checkpointing: True to recompute the activations of each block.
+        stage: ZeRO stage of DeepSpeed.
     """
 
     strategy: str
@@ -73,6 +78,7 @@ class Candidate:
     cp: int = 1
     pp: int = 1
     checkpointing: bool = False
+    stage: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -90,13 +96,17 @@ class Candidate:
         return self.batch * self.accumulation * self.data_parallel
 
     @property
+    def way(self) -> str:
+        """Strategy with its sizes, such as `"fsdp"`, `"parallel+tp=2"` or `"deepspeed:3"`."""
+        if self.kind.has_engine:
+            return f"{self.strategy}:{self.stage}"
+        sizes = [(name, getattr(self, name)) for name in ("dp_replicate", "tp", "cp", "pp")]
+        return "+".join([self.strategy, *(f"{name}={size}" for name, size in sizes if size > 1)])
+
+    @property
     def label(self) -> str:
         """Short description of the candidate, such as `"fsdp, bf16, batch 4, recomputed"`."""
-        sizes = [
-            f"{name}={getattr(self, name)}" for name in ("dp_replicate", "tp", "cp", "pp") if getattr(self, name) > 1
-        ]
-        name = "+".join([self.strategy, *sizes]) if sizes else self.strategy
-        parts = [name, self.precision, f"batch {self.batch}"]
+        parts = [self.way, self.precision, f"batch {self.batch}"]
         parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         parts += ["recomputed"] if self.checkpointing else []
         return ", ".join(parts)
@@ -115,6 +125,8 @@ class Candidate:
         options: dict[str, Any] = {}
         if self.checkpointing:
             options["activation_checkpointing"] = True
+        if self.kind.has_engine:
+            options["stage"] = self.stage
         if self.kind.is_sharded and self.dp_replicate > 1:
             options["replicate_size"] = self.dp_replicate
         if self.kind.is_meshed:
@@ -170,6 +182,8 @@ class Candidate:
         flags += [f"--gradient_accumulation_steps {self.accumulation}"] if self.accumulation > 1 else []
         if self.kind.is_sharded:
             flags.append("--use_fsdp")
+        if self.kind.has_engine:
+            flags += ["--use_deepspeed", f"--zero_stage {self.stage}"]
         if self.checkpointing:
             flags.append("--fsdp_activation_checkpointing true")
         if self._is_meshed:
@@ -203,6 +217,8 @@ class Candidate:
                 "fsdp_version": 2,
                 "fsdp_activation_checkpointing": self.checkpointing,
             }
+        if self.kind.has_engine:
+            found["deepspeed_config"] = {"zero_stage": self.stage}
         if self._is_meshed:
             found["parallelism_config"] = self._mesh()
         return found
@@ -332,6 +348,14 @@ def _stages(cluster: Cluster, facts: Facts) -> Sizes:
             yield {"pp": size}, f"{facts.blocks} blocks do not fill {size} stages" if facts.blocks < size else ""
 
 
+def _zero(stage: int) -> Callable[[Cluster, Facts], Sizes]:
+    def sizes(cluster: Cluster, facts: Facts) -> Sizes:
+        missing = "" if find_spec("deepspeed") else 'it needs DeepSpeed: pip install "drivetrain[deepspeed]"'
+        yield {"stage": stage}, missing or next(_several(cluster, facts))[1]
+
+    return sizes
+
+
 def _divisors(count: int) -> list[int]:
     return [size for size in range(2, count + 1) if count % size == 0]
 
@@ -345,8 +369,9 @@ WAYS: dict[str, tuple[str, Callable[[Cluster, Facts], Sizes]]] = {
     "fsdp+tp": ("parallel", _sharded_tensor),
     "cp": ("parallel", _context),
     "pp": ("parallel", _stages),
+    **{f"deepspeed:{stage}": ("deepspeed", _zero(stage)) for stage in (1, 2, 3)},
 }
 """Names that `--strategies` takes, each with the kind of strategy and the sizes that are tried."""
 
 DEFAULT = ("single", "ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "cp")
-"""Names that are tried by default. Pipelines of large models take minutes."""
+"""Names that are tried by default. Pipelines and DeepSpeed run all blocks, which takes minutes for large models."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from drivetrain.runtime import observer
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState, forget_process
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.registry import resolve_precision
@@ -130,9 +133,9 @@ def estimate(
     Raises:
         ConfigurationError: The model or the strategy cannot run on fake tensors. The message tells why.
     """
-    loaded = _loaded(workload)
+    loaded = loaded_of(workload)
     whole = loaded.blocks()
-    if full or candidate.pp > 1 or whole < 2 * _MORE:
+    if full or candidate.pp > 1 or candidate.kind.has_engine or whole < 2 * _MORE:
         return _estimate(workload, loaded, candidate, cluster, seq)
     few, more = (_estimate(workload, loaded.with_blocks(count), candidate, cluster, seq) for count in (_FEW, _MORE))
     return _extrapolated(few, more, (whole - _FEW) / (_MORE - _FEW))
@@ -202,7 +205,8 @@ def _extrapolated(few: Estimate, more: Estimate, factor: float) -> Estimate:
     return replace(more, peaks=peaks, traffic=traffic, **values)
 
 
-def _loaded(workload: Workload) -> Loaded:
+def loaded_of(workload: Workload) -> Loaded:
+    """Return the built workload, which is built once in a process."""
     key = repr(workload)
     if key not in _LOADED:
         _LOADED[key] = load(workload)
@@ -211,7 +215,7 @@ def _loaded(workload: Workload) -> Loaded:
 
 def facts_of(workload: Workload) -> Facts:
     """Return the properties of a workload's model that decide which candidates are possible."""
-    return _loaded(workload).facts(workload.tp_plan)
+    return loaded_of(workload).facts(workload.tp_plan)
 
 
 def simulate(
@@ -235,7 +239,7 @@ def simulate(
     Raises:
         ConfigurationError: The model or the strategy cannot run on fake tensors. The message tells why.
     """
-    built = loaded or _loaded(workload)
+    built = loaded or loaded_of(workload)
     ranks = [0] if candidate.pp == 1 else [0, candidate.world_size - 1]
     return [_on_rank(rank, workload, built, candidate, seq, kernels) for rank in ranks]
 
@@ -243,67 +247,106 @@ def simulate(
 def _on_rank(
     rank: int, workload: Workload, loaded: Loaded, candidate: Candidate, seq: int | None, kernels: str
 ) -> Step:
-    with _fake_world(rank, candidate.world_size) as state:
+    with fake_world(rank, candidate.world_size) as state:
         precision = resolve_precision(candidate.precision)
         precision.setup(state.kind)
         strategy = candidate.make(workload.tp_plan or "auto")
         strategy.setup(state)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        recorder = Recorder(fake)
         module = StepModule(copy.deepcopy(loaded.task))
         if candidate.kind.has_buckets:
             module.presence = nn.Parameter(torch.zeros((), device="meta"))  # as in `DDP.prepare`
         total = sum(each.numel() for each in module.parameters())
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        if candidate.pp == 1:
-            prepared, _ = strategy.prepare(module, [], precision, move=False)
-        else:
-            with fake:  # what is on the meta device belongs to other stages
-                fill(module)
-                prepared, _ = strategy.prepare(module, [], precision, move=False)
-        recorder = Recorder(fake)
-        batch = loaded.batch_of(candidate.batch, seq)
         casts: AbstractContextManager[Any] = nullcontext() if kernels == "cpu" else accelerator_casts()
-        with _told(), fake, recorder, casts:
-            if candidate.pp == 1:
-                fill(prepared)
-            recorder.add([*prepared.parameters(), *prepared.buffers()], "parameters")
-            optimizer = loaded.make_optimizer([each for each in prepared.parameters() if each.requires_grad])
-            for group in optimizer.param_groups:
-                if (
-                    kernels != "cpu"
-                    and candidate.tp == 1
-                    and group.get("foreach", True) is None
-                    and not group.get("fused")
-                ):
-                    group["foreach"] = True  # what torch chooses on accelerators
-            buckets = Buckets(prepared, recorder) if candidate.kind.has_buckets and candidate.world_size > 1 else None
-            run = _Steps(strategy, precision, prepared, recorder, optimizer, buckets)
-            if candidate.pp > 1 or candidate.tp > 1:  # the first step also allocates what torch keeps for the next ones
-                run.step([batch] * candidate.accumulation)
+        make = partial(_optimizer, loaded, candidate, kernels)
+        batch = loaded.batch_of(candidate.batch, seq)
+        buckets = None
+        with _told(), alone() if candidate.kind.has_engine else nullcontext():
+            if candidate.kind.has_engine:
+                strategy.check(RunOptions(precision, Given("gradient_accumulation_steps", candidate.accumulation)))
+                module = Placed(precision.convert(module.task))
+                with fake, recorder:
+                    fill(module)
+                    recorder.add([*module.parameters(), *module.buffers()], "parameters")
+                    recorder.prepares = True
+                    prepared, (optimizer,) = strategy.prepare(module, [make(module)], precision, move=False)
+                    recorder.prepares = False
+                    recorder.add([getattr(each, "ds_tensor", None) for each in prepared.parameters()], "parameters")
+            elif candidate.pp > 1:
+                with fake:  # what is on the meta device belongs to other stages
+                    fill(module)
+                    prepared, _ = strategy.prepare(module, [], precision, move=False)
             else:
-                run.make_state()
-            gc.collect()
-            recorder.reset()
-            run.step([batch] * candidate.accumulation)
+                prepared, _ = strategy.prepare(module, [], precision, move=False)
+            with fake, recorder, casts:
+                if candidate.pp == 1 and not candidate.kind.has_engine:
+                    fill(prepared)
+                recorder.add([*prepared.parameters(), *prepared.buffers()], "parameters")
+                if not candidate.kind.has_engine:
+                    optimizer = make(prepared)
+                if candidate.kind.has_buckets and candidate.world_size > 1:
+                    buckets = Buckets(prepared, recorder)
+                run = _Steps(strategy, precision, prepared, recorder, optimizer, buckets)
+                if candidate.pp > 1 or candidate.tp > 1 or candidate.kind.has_engine:
+                    run.step([batch] * candidate.accumulation)  # it also allocates what is kept for the next ones
+                else:
+                    run.make_state()
+                gc.collect()
+                recorder.reset()
+                run.step([batch] * candidate.accumulation)
         found = recorder.step
         found.parameters = total
-        found.checkpoint_bytes = _bytes_of(prepared, optimizer)
+        found.checkpoint_bytes = recorder.by_kind["parameters"] + recorder.by_kind["optimizer"]
         return found
 
 
+class Placed(StepModule):
+    """Step module of fake tensors, which is where and as it shall be.
+
+    Torch cannot convert modules of fake tensors (their mode holds weak references), and engines ask for it.
+    """
+
+    def _apply(self, *_: Any, **__: Any) -> Placed:
+        return self
+
+
 @contextmanager
-def _fake_world(rank: int, size: int) -> Iterator[PartialState]:
+def alone() -> Iterator[None]:
+    """Let DeepSpeed's ZeRO-3 compare the order of its parameters with this process only, the first of a fake group."""
+    utils: Any = importlib.import_module("deepspeed.runtime.zero.utils")
+    from_first, utils.get_lst_from_rank0 = utils.get_lst_from_rank0, list
+    try:
+        yield
+    finally:
+        utils.get_lst_from_rank0 = from_first
+
+
+def _optimizer(loaded: Loaded, candidate: Candidate, kernels: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the workload's optimizer for a model, with the implementation that torch chooses on accelerators."""
+    optimizer = loaded.make_optimizer([each for each in model.parameters() if each.requires_grad])
+    for group in optimizer.param_groups:
+        if kernels != "cpu" and candidate.tp == 1 and group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
+    return optimizer
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[PartialState]:
+    """Run as one rank of a fake process group, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before, observer.current = observer.current, _WithoutValues()
     if size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    state = PartialState(cpu=True)
     try:
-        yield PartialState(cpu=True)
+        yield state
     finally:
         observer.current = before
-        forget_process()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            state.destroy_process_group()
+        forget_process()
 
 
 @contextmanager
@@ -482,12 +525,6 @@ def _in_full(value: Any) -> Any:
 
 def _as_fake(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
-
-
-def _bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    held = [*model.parameters(), *model.buffers(), *(v for s in optimizer.state.values() for v in s.values())]
-    locals_ = [each._local_tensor if isinstance(each, DTensor) else each for each in held if isinstance(each, Tensor)]
-    return sum(each.numel() * each.element_size() for each in locals_)
 
 
 class Buckets:

@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
-        self.steps = False
+        self.steps = self.prepares = False
         self.modules = ModuleNames()
         self.parameters: Sequence[Tensor] = ()
         self.step = Step()
@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(not self._is_counted(each) for each in made):
             return result
         for each in made:
-            self._add(each.untyped_storage(), "activations" if self.phase == "forward" else "temporary", moves=False)
+            self._add(each.untyped_storage(), self._kind_of_new(), moves=False)
         if name == "wait_tensor":  # what it returns is there when the collective has ended
             self._numbers[made[0].untyped_storage()._cdata] = self._numbers[given[0].untyped_storage()._cdata]
         if func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
@@ -332,13 +332,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(func, name, args, kwargs, given, made, result)
         return result
 
+    def _kind_of_new(self) -> str:
+        if self.prepares:
+            return "optimizer"  # besides parameters, an engine makes its master weights
+        return "activations" if self.phase == "forward" else "temporary"
+
     def _read_number(self, tensor: Tensor, func: Any) -> Any:
         try:
             return func(tensor)
         except DataDependentOutputException:
             if self.modules.is_within and not is_backward():
                 raise
-            # Outside of the model: optimizers read their number of steps, strategies whether a process saw an error.
+            # Outside of the model: optimizers read their number of steps, strategies whether a process saw an error
+            # (an integer) and whether a parameter took part (a float).
             return 1.0 if tensor.is_floating_point() else 0
 
     def _record(

@@ -43,7 +43,7 @@ class Participation:
         trained = {id(parameter) for _, held in layout.holders() for parameter in held}
         self._trained = {name: p for name, p in grouped.items() if id(p) in trained}
         self._frozen_before = {name: p for name, p in grouped.items() if id(p) not in trained and not p.requires_grad}
-        self._seen = torch.zeros(len(self._trained), dtype=torch.uint8)
+        self._seen = torch.zeros(len(self._trained))
         self._steps = 0
         self._froze: set[str] = set()
         self.left_out: dict[str, int] = {}
