@@ -39,7 +39,7 @@ _VARIED = ("batch", "seq", "world")
 @click.option("--seq", type=int, metavar="N", help="Tokens of a sequence, for a config.json.")
 @click.option("--batch", metavar="N,N", help="Rows of a micro-batch in each process. Several are compared.")
 @click.option(
-    "--strategies", metavar="NAME,NAME", help="Of single, ddp, fsdp, hsdp, tp, fsdp+tp, cp, pp. Default: all but pp."
+    "--strategies", metavar="NAME,NAME", help="Of single, ddp, fsdp, hsdp, tp, fsdp+tp, cp, pp, deepspeed:1 to 3."
 )
 @click.option("--precision", default="bf16", show_default=True, metavar="NAME,NAME", help="Precisions to compare.")
 @click.option("--recompute", type=click.Choice(["both", "yes", "no"]), default="both", help="Recompute activations.")
@@ -56,6 +56,7 @@ _VARIED = ("batch", "seq", "world")
 @click.option("--mtbf", type=float, metavar="HOURS", help="Mean hours until a device fails, for the save interval.")
 @click.option("--full", is_flag=True, help="Run all blocks of the model, in place of extrapolation from a few.")
 @click.option("--real-init", is_flag=True, help="Build the model with values, if it cannot be built without.")
+@click.option("--measure", is_flag=True, help="Train ten steps here, and correct predicted times by the difference.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the config.json names. Only for trusted files.")
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of processes. Default: one for each core."
@@ -93,11 +94,12 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
         headroom=_share(options["headroom"]),
         full=options["full"],
         real_init=options["real_init"],
+        measures=options["measure"],
         trust_remote_code=options["trust_remote_code"],
         jobs=options["jobs"],
-        progress=_Bar() if say else None,
+        progress=Bar() if say else None,
     )
-    more = _what_if(made, options, _Bar() if say else None)
+    more = _what_if(made, options, Bar() if say else None)
     if options["as_json"]:
         found = {name: [result.to_dict() for result in results] for name, results in more.items()}
         click.echo(json.dumps({**made.to_dict(), "what_if": found}, indent=2))
@@ -110,7 +112,7 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
     return 0 if made.best is not None else 1
 
 
-class _Bar:
+class Bar:
     def __init__(self) -> None:
         self._bar: Any = None
 
@@ -191,7 +193,7 @@ def as_text(made: Plan, more: dict[str, list[Result]], options: dict[str, Any]) 
     """
     from drivetrain.planning.planner import launch_line
 
-    lines = [made.advice, "", *table(made.results, made.unit)]
+    lines = [made.advice, *made.notes, "", *table(made.results, made.unit)]
     lines += [f"  {name}: {reason}." for name, reason in made.refused.items()]
     for name, results in more.items():
         lines += ["", name.capitalize(), *(table(results, made.unit) if results else ["  Nothing fits."])]

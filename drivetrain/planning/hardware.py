@@ -101,6 +101,11 @@ class Cluster:
             )
         return replace(self, machines=count // self.devices)
 
+    def slowed(self, ratio: float) -> Cluster:
+        """Return a cluster whose devices take `ratio` times as long for each operation, and as long to communicate."""
+        device = replace(self.device, matrix_share=self.device.matrix_share / ratio)
+        return replace(self, device=device, memory_share=self.memory_share / ratio, launch=self.launch * ratio)
+
     def __str__(self) -> str:
         machines = f"x{self.machines}" if self.machines > 1 else ""
         return f"{self.devices}x{self.device.name}{machines}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from drivetrain.planning.candidates import DEFAULT, Candidate, Facts, candidates
 from drivetrain.planning.hardware import Cluster, read_hardware
+from drivetrain.planning.measure import STEPS, measure
 from drivetrain.planning.run import Estimate, estimate, facts_of
 from drivetrain.planning.workload import Workload
 from drivetrain.runtime.errors import ConfigurationError
@@ -98,6 +99,7 @@ class Plan:
         refused: Candidates that the model or the cluster does not allow, each with the reason.
         cluster: The devices.
         workload: What is trained.
+        notes: What else is to be known, such as the comparison with measured steps.
     """
 
     results: tuple[Result, ...]
@@ -220,6 +222,11 @@ class Workers:
                 self._progress(self._done, self._asked)
         return found
 
+    def measure(self, workload: Workload, cluster: Cluster, precision: str, batch: int) -> tuple[float, float]:
+        """Return the measured and the predicted seconds of a step in one process on this machine."""
+        found: tuple[float, float] = self._result(self._pool.submit(measure, workload, cluster, precision, batch))
+        return found
+
     def _result(self, future: Future[Any]) -> Any:
         try:
             return future.result()
@@ -266,6 +273,7 @@ def plan(
     headroom: float = 0.1,
     full: bool = False,
     real_init: bool = False,
+    measures: bool = False,
     trust_remote_code: bool = False,
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -293,6 +301,8 @@ def plan(
         headroom: Share of a device's memory that stays free, for fragmentation and libraries.
         full: True to run all blocks of a model, in place of extrapolation from a few.
         real_init: True to build the model with values in host memory, if it cannot be built without.
+        measures: True to train ten steps on a device of this machine first. The times of all candidates are multiplied
+            by the ratio of the measured to the predicted time.
         trust_remote_code: True to run code that the config.json names.
         jobs: Number of processes, by default one for each core.
         progress: Called with the number of candidates that are done and of all.
@@ -326,8 +336,18 @@ def plan(
         if not chosen:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise ConfigurationError(f"No candidate is possible on {cluster}. {reasons}.")
+        notes = []
+        if measures:
+            measured, predicted = workers.measure(workload, cluster, precisions[0], min(given))
+            ratio = measured / predicted
+            notes.append(
+                f"A step of one process with batch {min(given)} took {1000 * measured:,.0f} ms here (median of "
+                f"{STEPS}), and {1000 * predicted:,.0f} ms were predicted. Times of computation are multiplied by "
+                f"{ratio:.2f}."
+            )
+            cluster = cluster.slowed(ratio)
         results = workers.estimates(workload, [(each, cluster, None) for each in chosen], headroom, full)
-    return Plan(tuple(ranked(results)), refused, cluster, workload)
+    return Plan(tuple(ranked(results)), refused, cluster, workload, tuple(notes))
 
 
 def ranked(results: Iterable[Result]) -> list[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.planning import plan
 from drivetrain.planning.candidates import Candidate, Facts, candidates
-from drivetrain.planning.hardware import DEVICES, Cluster, read_hardware
+from drivetrain.planning.hardware import DEVICES, Cluster, Device, read_hardware
 from drivetrain.planning.planner import epoch_of, largest, ranked, vary
 from drivetrain.planning.run import estimate, simulate
 from drivetrain.planning.workload import Workload
@@ -123,6 +124,18 @@ def test_wrong_candidates_are_refused(given: dict[str, list[int | str]], said: s
         candidates(read_hardware("2xL4-24GB"), Facts(), **options)  # type: ignore[arg-type]
 
 
+def test_stages_of_deepspeed_are_candidates() -> None:
+    pytest.importorskip("deepspeed")
+    found, refused = candidates(read_hardware("2xL4-24GB"), Facts(), [1], ["deepspeed:2"], recompute=(False,))
+    (candidate,) = found
+    assert not refused
+    assert candidate.label == "deepspeed:2, bf16, batch 1"
+    assert "--use_deepspeed --zero_stage 2" in " ".join(candidate.flags(read_hardware("2xL4-24GB")))
+    assert candidate.configuration(read_hardware("2xL4-24GB"))["deepspeed_config"] == {"zero_stage": 2}
+    assert "DeepSpeed(stage=2)" in candidate.python()
+    assert candidates(read_hardware("L4-24GB"), Facts(), [1], ["deepspeed:3"])[1]["deepspeed:3, stage=3"]
+
+
 def test_the_strategy_is_that_of_the_three_lines() -> None:
     import drivetrain
 
@@ -138,6 +151,24 @@ def test_the_strategy_is_that_of_the_three_lines() -> None:
 
 
 # Estimates
+
+
+def test_measured_steps_correct_the_times() -> None:
+    cluster = Cluster(Device("this-slow", 1e12, {"float32": 1e-6}, 1e9, 1e9, 1e9), 1)
+    options = {"inputs": ["2x8:int64"], "strategies": ["single"], "precisions": ["32"], "recompute": [False], "jobs": 1}
+    made = plan(LM, cluster, measures=True, **options)  # type: ignore[arg-type]
+    (note,) = made.notes
+    measured, predicted = (float(each.replace(",", "")) for each in re.findall(r"([\d,]+) ms", note))
+    assert measured < predicted / 10  # since the described device is so slow
+    assert made.results[0].estimate is not None
+    assert 1000 * made.results[0].estimate.seconds == pytest.approx(measured, abs=1)
+    assert made.to_dict()["notes"] == [note]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without an accelerator")
+def test_steps_are_measured_on_the_planned_kind_of_device_only() -> None:
+    with pytest.raises(ConfigurationError, match="which has no L4-24GB"):
+        plan(LM, "L4-24GB", inputs=["2x8:int64"], strategies=["single"], measures=True, jobs=1)
 
 
 def test_few_blocks_tell_what_all_need() -> None:
@@ -206,7 +237,7 @@ def test_the_advice_flips_with_memory_and_with_the_network() -> None:
     [
         ("Reads", ("2x2",), "depends on values, through aten._local_scalar_dense"),
         ("Selects", ("2x2",), "depends on values, through aten.nonzero"),
-        ("NeedsValues", ("2x2",), "test_plan.py, line 56.*--real-init"),
+        ("NeedsValues", ("2x2",), "test_plan.py, line \\d+.*--real-init"),
         ("Missing", ("2x2",), "'Missing' does not exist"),
     ],
 )
