@@ -47,11 +47,11 @@ _COMMANDS = {
         "Write an HTML page about one run, or a comparison of several.",
     ),
     "estimate-memory": (
-        "drivetrain.inference.estimate_memory:estimate_memory",
+        "drivetrain.planning.estimate_memory:estimate_memory",
         "Estimate the memory that a model needs for training and inference.",
     ),
     "infer-map": (
-        "drivetrain.inference.estimate_memory:infer_map",
+        "drivetrain.inference.infer_map:infer_map",
         "Compute a device map for a model and the given memory sizes.",
     ),
     "slurm": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import math
@@ -10,15 +9,13 @@ import re
 import struct
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -240,40 +237,8 @@ def read_header(path: Path) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
-# Training memory by strategy and precision, with the formulas of docs/strategies.md
+# Bytes in inference
 
-
-@dataclass(frozen=True)
-class PerParameter:
-    """Bytes that one parameter takes in training in one precision.
-
-    Attributes:
-        weight: The stored weight.
-        gradient: The gradient.
-        moment: One value of the optimizer's state.
-        gathered: The weight as FSDP gathers it.
-    """
-
-    weight: float
-    gradient: float
-    moment: float
-    gathered: float
-
-
-PRECISIONS = {
-    "32": PerParameter(4, 4, 4, 4),
-    "bf16": PerParameter(4, 4, 4, 2),
-    "fp16": PerParameter(4, 4, 4, 2),
-    "bf16-true": PerParameter(2, 2, 2, 2),
-    "fp16-true": PerParameter(2, 2, 2, 2),
-    "64": PerParameter(8, 8, 8, 8),
-    "fp8": PerParameter(4, 4, 4, 2),
-}
-# Precisions under which ZeRO stores weights and gradients in 16 bits, with a float32 master copy.
-_IN_16_BITS = ("bf16", "fp16", "bf16-true", "fp16-true")
-
-OPTIMIZERS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0}
-"""Number of state values per parameter, by optimizer."""
 
 INFERENCE = {
     "float32": (4.0, 4.0),
@@ -289,177 +254,6 @@ INFERENCE = {
 bitsandbytes stores 4-bit weights with one scale per 64 values, and double quantization stores the scales in 8 bits.
 Other parameters are bfloat16.
 """
-
-
-@dataclass(frozen=True)
-class Use:
-    """Estimated memory of one training process in bytes, split by purpose.
-
-    Attributes:
-        weights: Parameters and buffers.
-        gradients: Gradients and their buckets.
-        optimizer: State of the optimizer.
-        gathered: Parameters that were all-gathered from other ranks.
-        activations: Activations saved for backward.
-        temporaries: Temporary tensors of the optimizer step, after the activations have been freed.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    gathered: float = 0.0
-    activations: float = 0.0
-    temporaries: float = 0.0
-
-    @property
-    def total(self) -> float:
-        kept = self.weights + self.gradients + self.optimizer
-        return kept + max(self.gathered + self.activations, self.temporaries)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Training setup whose memory is estimated.
-
-    Attributes:
-        size: The model's size.
-        bytes: Bytes per parameter in the precision.
-        is_16_bit: True if the precision computes in 16 bits.
-        moments: State values of the optimizer per parameter.
-        processes: World size.
-        activations: Bytes of the activations of one process's batch.
-    """
-
-    size: ModelSize
-    bytes: PerParameter
-    is_16_bit: bool
-    moments: int
-    processes: int
-    activations: float
-
-
-def _replicated(case: Case) -> Use:
-    size, each = case.size, case.bytes
-    return Use(
-        size.parameters * each.weight + size.buffers,
-        size.trainable * each.gradient,
-        size.trainable * each.moment * case.moments,
-        activations=case.activations,
-    )
-
-
-def _sharded(case: Case) -> Use:
-    """Estimate training memory under FSDP.
-
-    All states are sharded, and two FSDP units are gathered at a time.
-    """
-    whole, count = _replicated(case), case.processes
-    # The next unit is prefetched while the current one computes.
-    units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
-    return Use(
-        (whole.weights - case.size.buffers) / count + case.size.buffers,
-        whole.gradients / count,
-        whole.optimizer / count,
-        units * case.bytes.gathered,
-        case.activations,
-    )
-
-
-def _zero(stage: int) -> Callable[[Case], Use]:
-
-    def use(case: Case) -> Use:
-        size, count = case.size, case.processes
-        # Weights and gradients; the float32 master copy counts as optimizer state below.
-        each = 2 if case.is_16_bit else 4
-        optimizer = size.trainable * 4 * (case.moments + 1) / count
-        weights, gradients, gathered = float(size.parameters * each), size.trainable * each / count, 0.0
-        if stage == 3:
-            weights /= count
-            gathered = case.size.largest_unit * each if count > 1 else 0
-        elif count > 1:
-            gradients += size.parameters * each / 32  # the bucket in which gradients are reduced
-        return Use(weights + size.buffers, gradients, optimizer, gathered, case.activations)
-
-    return use
-
-
-def _tensor_parallel(case: Case) -> Use:
-    """Estimate training memory under tensor parallelism.
-
-    It splits only the matrices of repeated layers.
-    """
-    whole, count = _replicated(case), case.processes
-    share = 1 - case.size.matrices / max(1, case.size.parameters) * (1 - 1 / count)
-    return Use(
-        (whole.weights - case.size.buffers) * share + case.size.buffers,
-        whole.gradients * share,
-        whole.optimizer * share,
-        activations=case.activations,
-    )
-
-
-def _pipeline(case: Case) -> Use:
-    """Estimate training memory under pipeline parallelism with equal stages."""
-    whole, count = _replicated(case), case.processes
-    return Use(whole.weights / count, whole.gradients / count, whole.optimizer / count, activations=case.activations)
-
-
-def _context_parallel(case: Case) -> Use:
-    """Estimate training memory under context parallelism.
-
-    Weights are sharded as in FSDP, and sequences are split.
-    """
-    sharded = _sharded(case)
-    return Use(
-        sharded.weights, sharded.gradients, sharded.optimizer, sharded.gathered, case.activations / case.processes
-    )
-
-
-STRATEGIES: dict[str, Callable[[Case], Use]] = {
-    "single": _replicated,
-    "ddp": _replicated,
-    "fsdp": _sharded,
-    "deepspeed_stage_1": _zero(1),
-    "deepspeed_stage_2": _zero(2),
-    "deepspeed_stage_3": _zero(3),
-    "tp": _tensor_parallel,
-    "cp": _context_parallel,
-    "pp": _pipeline,
-}
-
-
-def estimate_training(
-    size: ModelSize,
-    strategy: str,
-    precision: str = "32",
-    processes: int = 1,
-    optimizer: str = "adamw",
-    activations: float = 0.0,
-    temporaries: float = 0.0,
-) -> Use:
-    """Estimate the memory of each training process in bytes."""
-    choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
-        ("strategy", strategy, STRATEGIES),
-        ("precision", precision, PRECISIONS),
-        ("optimizer", optimizer, OPTIMIZERS),
-    )
-    for what, given, allowed in choices:
-        if given not in allowed:
-            raise ConfigurationError(
-                f"{what} is {given!r}, but must be one of {', '.join(allowed)}.{nearest(given, allowed)}"
-            )
-    case = Case(
-        size,
-        PRECISIONS[precision],
-        precision in _IN_16_BITS,
-        OPTIMIZERS[optimizer],
-        processes,
-        activations,
-    )
-    use = STRATEGIES[strategy](case)
-    # Temporary tensors of the optimizer step are sharded like the gradients.
-    share = use.gradients / max(1.0, _replicated(case).gradients)
-    return replace(use, temporaries=temporaries * share)
 
 
 # Memory of a key-value cache
@@ -567,12 +361,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-# Peak memory of a training step
+# Arguments of the commands
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"--kwargs {text!r} is not JSON: {error}. Pass an object such as '{{}}'.") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
+    return value
 
 
 _INPUT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?$")
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_TRUE = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16, "64": torch.float64}
 
 Inputs = tuple[list[tuple[tuple[int, ...], torch.dtype]], dict[str, tuple[tuple[int, ...], torch.dtype]]]
 
@@ -593,65 +395,6 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
         else:
             positional.append(entry)
     return positional, named
-
-
-def peak_of_training(
-    model: nn.Module,
-    inputs: Inputs,
-    precision: str = "32",
-    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-) -> tuple[int, int]:
-    """Simulate training with fake tensors, and return its peaks of memory.
-
-    These are the bytes of forward and backward, and of optimizer steps.
-    """
-    positional, named = inputs
-    meta = copy.deepcopy(model)
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        copied = _with_fake_tensors(meta, _TRUE.get(precision))
-        live.add([*copied.parameters(), *copied.buffers()])
-        arguments = [_tensor(*entry, precision) for entry in positional]
-        keywords = {name: _tensor(*entry, precision) for name, entry in named.items()}
-        optimizer = make_optimizer([p for p in copied.parameters() if p.requires_grad])
-        for _ in range(2):  # the optimizer creates its state in the first step
-            live.peak = live.current
-            with _forward_context(precision):
-                output = copied(*arguments, **keywords)
-            loss = loss_of(output)
-            del output
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss
-            of_backward, live.peak = live.peak, live.current
-            optimizer.step()
-            optimizer.zero_grad()
-    return of_backward, live.peak
-
-
-def _with_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                kind = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                module._buffers[name] = made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=kind))
-    return model.train()
-
-
-def _tensor(shape: tuple[int, ...], dtype: torch.dtype, precision: str) -> torch.Tensor:
-    if dtype.is_floating_point:
-        return torch.empty(shape, dtype=_TRUE.get(precision, dtype))
-    return torch.zeros(shape, dtype=dtype)
-
-
-def _forward_context(precision: str) -> AbstractContextManager[Any]:
-    dtype = _AUTOCAST.get(precision)
-    return torch.autocast("cpu", dtype) if dtype is not None else nullcontext()
 
 
 def loss_of(output: Any) -> torch.Tensor:

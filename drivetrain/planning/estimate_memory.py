@@ -1,17 +1,17 @@
-"""The `estimate-memory` and `infer-map` commands: memory of a model that need not fit on this machine."""
+"""The `estimate-memory` command: memory of a model that need not fit on this machine, in training and inference."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.host import as_bytes, parse_bytes
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.host import as_bytes
 from drivetrain.runtime.terminal import visible
 
 if TYPE_CHECKING:
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
     from drivetrain.inference import DeviceMap
     from drivetrain.inference.model_size import ModelSize
+    from drivetrain.planning.planner import Plan
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "nf4", "nf4_double")
-_STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "tp", "cp", "pp")
+_PRECISIONS = {"32": 4, "bf16": 4, "fp16": 4, "bf16-true": 2, "fp16-true": 2, "64": 8, "fp8": 4}
+"""Bytes of a weight, of a gradient and of each value of optimizer state, by precision."""
+_MOMENTS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0}
+"""Values of optimizer state for each parameter, by optimizer."""
 
 
 class EstimateCommand(click.Command):
@@ -53,7 +57,7 @@ class EstimateCommand(click.Command):
 @click.argument("model")
 @click.option("--kwargs", metavar="JSON", default="{}", help="Arguments of the class, if MODEL is a class.")
 @click.option("--num_processes", type=click.IntRange(min=1), default=8, show_default=True, help="World size.")
-@click.option("--strategy", multiple=True, metavar="NAME", help=f"Strategies. Default: {', '.join(_STRATEGIES)}.")
+@click.option("--strategy", multiple=True, metavar="NAME", help="Strategies, as `drivetrain plan` names them.")
 @click.option("--precision", multiple=True, metavar="NAME", help="Precisions. Default: 32, bf16, bf16-true.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd, sgd_momentum, ...")
 @click.option(
@@ -61,11 +65,11 @@ class EstimateCommand(click.Command):
     "inputs",
     multiple=True,
     metavar="[NAME=]SHAPE[:DTYPE]",
-    help="Shape of an input of one process, such as 8x128:int64. Needed to estimate activations.",
+    help="Shape of an input of one process, such as 8x128:int64. A step of training then runs without memory.",
 )
 @click.option("--dtypes", multiple=True, type=click.Choice(_DTYPES), help="Weight dtypes of inference. Default: all.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Batch size of the KV cache.")
-@click.option("--seq", type=click.IntRange(min=1), help="Sequence length of the KV cache. MODEL must be a config.json.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows, for --seq.")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sequence, for a config.json.")
 @click.option("--device", "devices", multiple=True, metavar="SIZE", help="Memory of an accelerator, such as 24GB.")
 @click.option("--cpu", metavar="SIZE", default="0GB", help="CPU memory for the device map.")
 @click.option("--trust_remote_code", is_flag=True, help="Run code that the config.json names. Only for trusted files.")
@@ -93,47 +97,108 @@ def estimate_memory(
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.
 
-    
+    \b
     drivetrain estimate-memory mypackage.models:GPT --kwargs '{"layers": 12}' --input 8x1024:int64
     drivetrain estimate-memory llama/config.json --num_processes 64 --strategy fsdp
     drivetrain estimate-memory checkpoints/final
-    """
+    """  # noqa: D301
     sys.path.insert(0, "")  # as python -m does
-    from drivetrain.inference.model_size import ModelSize, estimate_training, read_model, size_of_module
+    from drivetrain.inference.model_size import ModelSize, parse_arguments, read_model, size_of_module
+    from drivetrain.planning.candidates import DEFAULT
+    from drivetrain.planning.command import Bar
+    from drivetrain.planning.hardware import Cluster, Device
+    from drivetrain.planning.planner import plan
 
-    found = read_model(model, parse_arguments(kwargs), trust_remote_code)
+    arguments = parse_arguments(kwargs)
+    found = read_model(model, arguments, trust_remote_code)
     size = found if isinstance(found, ModelSize) else size_of_module(found)
     precisions = precision or ("32", "bf16", "bf16-true")
-    chosen = strategy or _STRATEGIES
-    measured = _measured(found, size, inputs, precisions, optimizer)
-    training = {
-        name: {
-            each: estimate_training(size, name, each, num_processes, optimizer, **measured.get(each, {}))
-            for each in precisions
-        }
-        for name in chosen
-    }
+    _require("precision", precisions, _PRECISIONS)
+    _require("optimizer", [optimizer], _MOMENTS)
+    states = {each: _states(size, each, optimizer) for each in precisions}
+    made = None
+    if inputs or seq or strategy:
+        if isinstance(found, ModelSize):
+            raise ConfigurationError("--input, --seq and --strategy need a model with code, not only its weights.")
+        device = Device("any", math.inf, {"float32": 1.0}, 1.0, 1.0, 1.0)  # memory is the question, not speed
+        made = plan(
+            model,
+            Cluster(device, num_processes),
+            kwargs=arguments,
+            inputs=inputs,
+            seq=seq,
+            batch=batch if seq else None,
+            strategies=[each.replace("deepspeed_stage_", "deepspeed:") for each in strategy] or DEFAULT,
+            precisions=precisions,
+            recompute=(False,),
+            optimizer=optimizer,
+            trust_remote_code=trust_remote_code,
+            progress=Bar() if sys.stderr.isatty() and not as_json else None,
+        )
     inference = _inference(size, dtypes or _DTYPES, _cached_values(model, batch, seq))
     maps = _maps(model, found, devices, cpu, dtypes or _DTYPES)
     if as_json:
-        plain = {
-            name: {each: {**vars(use), "total": use.total} for each, use in row.items()}
-            for name, row in training.items()
-        }
         counts = {name: value for name, value in vars(size).items() if name != "units"}
+        planned = {"training": _as_dicts(made), "refused": dict(made.refused)} if made else {}
         placed = {"device_maps": {name: found.to_dict() for name, found in maps.items()}} if maps else {}
-        click.echo(json.dumps({"model": counts, "training": plain, "inference": inference, **placed}, indent=2))
+        everything = {"model": counts, "states": states, **planned, "inference": inference, **placed}
+        click.echo(json.dumps(everything, indent=2))
         return
     click.echo(visible(f"{model}: {size.parameters:,} parameters, {size.largest_unit:,} in the largest unit\n"))
-    with_or_without = "with" if measured else "without activations: give --input; with"
-    click.echo(f"Training in each of {num_processes} process(es), {with_or_without} {optimizer}")
-    _table(
-        ["strategy", *precisions],
-        [[name, *(as_bytes(use.total) for use in row.values())] for name, row in training.items()],
-    )
+    if made is None:
+        click.echo(
+            f"Training with {optimizer}: weights, gradients and optimizer state. For the whole step, give --input."
+        )
+        _table(
+            ["precision", "whole", f"in each of {num_processes}, if sharded"],
+            [[name, as_bytes(count), as_bytes(count / num_processes)] for name, count in states.items()],
+        )
+    else:
+        click.echo(f"Training in each of {num_processes} process(es), with {optimizer}: peak of a step")
+        _table(["strategy", *precisions], _peaks(made, precisions))
+        failed = {each.candidate.way: each.error for each in made.results if each.error}
+        for name, reason in {**made.refused, **failed}.items():
+            click.echo(visible(f"  {name}: {reason.removesuffix('.')}."))
     _print_inference(inference, batch, seq)
     for name, placed in maps.items():
         click.echo(visible(f"\nDevice map, {name}\n{placed}"))
+
+
+def _require(what: str, given: Sequence[str], allowed: Mapping[str, object]) -> None:
+    for name in given:
+        if name not in allowed:
+            raise ConfigurationError(
+                f"{what} is {name!r}, but must be one of {', '.join(allowed)}.{nearest(name, allowed)}"
+            )
+
+
+def _states(size: ModelSize, precision: str, optimizer: str) -> int:
+    """Return the bytes of a model's weights, gradients, buffers and optimizer state."""
+    trained = size.trainable * (1 + _MOMENTS[optimizer])
+    return _PRECISIONS[precision] * (size.parameters + trained) + size.buffers
+
+
+def _as_dicts(made: Plan) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the peak and its parts for each strategy and precision."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for result in made.results:
+        row = {"error": result.error}
+        if result.estimate is not None:
+            kinds = {kind: round(size) for kind, size in result.estimate.kinds.items()}
+            row = {**kinds, "total": round(result.estimate.peak)}
+        found.setdefault(result.candidate.way, {})[result.candidate.precision] = row
+    return found
+
+
+def _peaks(made: Plan, precisions: Sequence[str]) -> list[list[str]]:
+    """Return a row for each strategy, with its peak in each precision."""
+    rows: dict[str, list[str]] = {}
+    for precision in precisions:
+        for result in made.results:
+            if result.candidate.precision == precision:
+                peak = as_bytes(result.estimate.peak) if result.estimate is not None else "failed"
+                rows.setdefault(result.candidate.way, []).append(peak)
+    return [[name, *peaks] for name, peaks in rows.items()]
 
 
 def _print_inference(inference: Mapping[str, Mapping[str, float]], batch: int, seq: int | None) -> None:
@@ -174,51 +239,6 @@ def _maps(
     return found
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--kwargs {text!r} is not JSON: {error}. Pass an object such as '{{}}'.") from error
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
-    return value
-
-
-def _measured(
-    model: nn.Module | ModelSize, size: ModelSize, inputs: Sequence[str], precisions: Sequence[str], optimizer: str
-) -> dict[str, dict[str, float]]:
-    from drivetrain.inference.model_size import ModelSize, estimate_training, parse_inputs, peak_of_training
-
-    parsed = parse_inputs(inputs)
-    if not inputs:
-        return {}
-    if isinstance(model, ModelSize):
-        raise ConfigurationError("--input needs a model with code. Safetensors files contain weights only.")
-    found = {}
-    for each in precisions:
-        # What exceeds weights, gradients and optimizer state are activations or temporary tensors.
-        kept = estimate_training(size, "single", each, 1, optimizer).total
-        of_backward, of_step = peak_of_training(model, parsed, each, _optimizer(optimizer))
-        found[each] = {"activations": max(0.0, of_backward - kept), "temporaries": max(0.0, of_step - kept)}
-    return found
-
-
-def _optimizer(name: str) -> Any:
-    from functools import partial
-
-    import torch
-
-    known = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "adagrad": torch.optim.Adagrad,
-        "rmsprop": torch.optim.RMSprop,
-        "sgd": partial(torch.optim.SGD, lr=0.1),
-        "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    }
-    return known.get(name, torch.optim.AdamW)  # estimate_training raises for unknown names
-
-
 def _inference(size: ModelSize, dtypes: Sequence[str], cached: int) -> dict[str, dict[str, float]]:
     from drivetrain.inference.model_size import INFERENCE
 
@@ -240,66 +260,3 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in [headers, *rows]:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         click.echo(visible("  " + "   ".join(cells)))
-
-
-# The infer-map command
-
-
-_POLICIES = ("sequential", "auto", "balanced", "balanced_low_0")
-
-
-@click.command(name="infer-map", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.argument("model")
-@click.option("--device", "devices", multiple=True, metavar="SIZE", help="An accelerator's memory, such as 24GB.")
-@click.option("--cpu", metavar="SIZE", default="0GB", help="CPU memory. Default: none.")
-@click.option("--disk", metavar="SIZE", help="Disk space. Default: unlimited.")
-@click.option("--map", "policy", type=click.Choice(_POLICIES), default="sequential", show_default=True)
-@click.option("--dtype", help="Dtype of the loaded weights, such as bfloat16 or int4.")
-@click.option("--no-split", multiple=True, metavar="CLASS", help="Classes to keep whole. Default: repeated blocks.")
-@click.option("--offload-buffers", is_flag=True, help="Offload the buffers of offloaded modules too.")
-@click.option("--kwargs", metavar="JSON", default="{}", help="Arguments of the class, if MODEL is a class.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the config.json names. Only for trusted files.")
-@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page.")
-@click.option("--json", "as_json", is_flag=True, help="Print the map as JSON.")
-def infer_map(
-    model: str,
-    devices: Sequence[str],
-    cpu: str,
-    disk: str | None,
-    policy: str,
-    dtype: str | None,
-    no_split: Sequence[str],
-    offload_buffers: bool,
-    kwargs: str,
-    trust_remote_code: bool,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    """Assign the modules of a model to accelerators, the CPU and the disk.
-
-    MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
-    folder. Nothing is downloaded, and no weights are allocated.
-
-    
-    drivetrain infer-map llama/config.json --device 24GB --device 24GB --cpu 64GB --dtype bfloat16
-    drivetrain infer-map checkpoints/final --device 8GB --html map.html
-    """
-    sys.path.insert(0, "")  # as python -m does
-    from drivetrain.inference import infer_auto_device_map
-    from drivetrain.inference.model_size import module_without_memory, read_model
-
-    memory: dict[int | str, int] = {index: parse_bytes(size) for index, size in enumerate(devices)}
-    memory["cpu"] = parse_bytes(cpu)
-    if disk is not None:
-        memory["disk"] = parse_bytes(disk)
-    found = infer_auto_device_map(
-        module_without_memory(model, read_model(model, parse_arguments(kwargs), trust_remote_code)),
-        memory,
-        list(no_split) or None,
-        dtype,
-        offload_buffers=offload_buffers,
-        policy=policy,
-    )
-    if html is not None:
-        html.write_text(found.html(), encoding="utf-8")
-    click.echo(visible(json.dumps(found.to_dict(), indent=2) if as_json else str(found)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from drivetrain import ConfigurationError
-from drivetrain.inference.model_size import ModelSize, estimate_training, read_model, size_of_module
+from drivetrain.inference.model_size import read_model, size_of_module
 from drivetrain.runtime.host import as_bytes
 from tests.cli import models
 from tests.commands import drivetrain
@@ -84,51 +85,20 @@ def test_the_model_is_counted_with_its_largest_unit() -> None:
     assert size["matrices"] == 3 * 2 * 64 * 256
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision", "expected"),
-    [
-        ("ddp", "32", 16 * 1000),
-        ("ddp", "bf16-true", 8 * 1000),
-        ("fsdp", "32", 16 * 1000 / 4 + 2 * 100 * 4),
-        ("fsdp", "bf16", 16 * 1000 / 4 + 2 * 100 * 2),
-        ("deepspeed_stage_2", "32", 4 * 1000 + 16 * 1000 / 4 + 4 * 1000 / 32),
-        ("deepspeed_stage_2", "bf16", 2 * 1000 + 14 * 1000 / 4 + 2 * 1000 / 32),
-        ("deepspeed_stage_3", "32", 20 * 1000 / 4 + 100 * 4),
-        ("tp", "32", 16 * 800 / 4 + 16 * 200),
-        ("pp", "32", 16 * 1000 / 4),
-    ],
-)
-def test_the_formulas_are_those_of_the_strategies_page(strategy: str, precision: str, expected: float) -> None:
-    size = ModelSize(parameters=1000, trainable=1000, matrices=800, largest_unit=100)
-    assert estimate_training(size, strategy, precision, processes=4).total == pytest.approx(expected)
+def test_states_are_counted_without_inputs() -> None:
+    count = sum(parameter.numel() for parameter in models.Tagger().parameters())
+    states = estimate(MODEL, "--optimizer", "sgd_momentum")["states"]
+    assert states == {"32": 12 * count, "bf16": 12 * count, "bf16-true": 6 * count}
 
 
-def bytes_held(strategy: str) -> int:
-    """Bytes of weights, gradients and optimizer state that this process holds before its second step."""
-    from drivetrain import Accelerator
-
-    accelerator = Accelerator(strategy=strategy)
-    model = models.Tagger()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for step in range(2):
-        accelerator.backward(model(models.tokens(2, 8)))
-        if step == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    parameters = list(model.parameters())
-    held = [*parameters, *(parameter.grad for parameter in parameters)]
-    inner = getattr(optimizer, "optimizer", optimizer)
-    held += [value for state in inner.state.values() for value in state.values()]
-    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in held if isinstance(tensor, torch.Tensor)]
-    return sum(part.numel() * part.element_size() for part in parts)
-
-
-@pytest.mark.sharded
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_hold_what_is_estimated(strategy: str) -> None:
-    held = run_in_processes(bytes_held, 2, args=(strategy,), timeout=100)
-    use = estimate_training(size_of_module(models.Tagger()), strategy, "32", processes=2)
-    assert max(held) == pytest.approx(use.weights + use.gradients + use.optimizer, rel=0.01)
+def test_a_step_is_planned_for_each_strategy_and_precision() -> None:
+    arguments = ("--num-processes", "2", "--precision", "32", "--precision", "bf16", "--input", "2x8:int64")
+    found = estimate(MODEL, *arguments, "--strategy", "ddp", "--strategy", "fsdp", "--strategy", "deepspeed_stage_3")
+    assert set(found["training"]) == {"ddp", "fsdp", "deepspeed:3"}
+    assert all(set(row) == {"32", "bf16"} for row in found["training"].values())
+    of_ddp, of_fsdp = (found["training"][name]["32"] for name in ("ddp", "fsdp"))
+    assert of_fsdp["parameters"] < 0.6 * of_ddp["parameters"]
+    assert of_ddp["total"] == sum(size for kind, size in of_ddp.items() if kind != "total")
 
 
 def test_safetensors_are_counted_by_their_headers(tmp_path: Path) -> None:
@@ -187,9 +157,16 @@ def test_a_kv_cache_is_added(tmp_path: Path) -> None:
 
 def test_the_table_names_strategies_and_precisions() -> None:
     printed = drivetrain("estimate-memory", MODEL, "--num-processes", "4").output
-    assert "training in each of 4 process(es), without activations" in printed.lower()
-    for pattern in ("strategy", "bf16-true", "fsdp", "deepspeed_stage_3", "int4"):
+    assert "in each of 4, if sharded" in printed
+    for pattern in ("adamw", "bf16-true", "int4"):
         assert pattern in printed
+
+
+def test_the_table_has_a_row_for_each_strategy_and_reasons() -> None:
+    arguments = ("--input", "2x8:int64", "--precision", "32", "--strategy", "fsdp", "--strategy", "hsdp")
+    printed = drivetrain("estimate-memory", MODEL, "--num-processes", "4", *arguments).output
+    assert re.search(r"^  fsdp +[\d.]+ MiB$", printed, flags=re.MULTILINE)
+    assert "hsdp, dp_replicate=1: it needs several machines." in printed
 
 
 @pytest.mark.parametrize(
@@ -200,12 +177,13 @@ def test_the_table_names_strategies_and_precisions() -> None:
         (["tests.cli.models:not_a_model"], "torch.nn.Module"),
         ([MODEL, "--kwargs", '{"depth": 3}'], "depth"),
         ([MODEL, "--kwargs", "{"], "JSON"),
-        ([MODEL, "--strategy", "fdsp"], "'fsdp'"),
+        ([MODEL, "--strategy", "fdsp", "--input", "2x8:int64"], "'fsdp'"),
+        ([MODEL, "--strategy", "fsdp"], "--input 8x128:int64"),
         ([MODEL, "--precision", "bf61"], "'bf16'"),
         ([MODEL, "--optimizer", "adamm"], "Did you mean 'adam'"),
         ([MODEL, "--input", "8 by 4"], "8x128:int64"),
         (["nothing"], "package.module:Class"),
-        ([MODEL, "--seq", "16"], "config.json"),
+        ([MODEL, "--seq", "16"], "needs the shape of its inputs"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )

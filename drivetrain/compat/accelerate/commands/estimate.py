@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from drivetrain.compat.accelerate.commands.parsers import parser_of, run
-from drivetrain.inference.estimate_memory import estimate_memory
+from drivetrain.planning.estimate_memory import estimate_memory
 
 __all__ = ["estimate_command", "estimate_command_parser"]
 
