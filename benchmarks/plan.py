@@ -4,7 +4,8 @@
     python benchmarks/plan.py scale
     python benchmarks/plan.py examples
 
-Each takes minutes and needs transformers, which has the models. With --write, the table replaces the one in docs/.
+Each takes minutes and needs transformers and peft, which have the models. With --write, the table replaces the one in
+docs/.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ MODELS = {
     "Llama 3 8B": LLAMA_3_8B,
     "Llama 3 8B, 32,768 tokens": LLAMA_3_8B | {"max_position_embeddings": 32768},
     "Llama 3 70B": LLAMA_3_70B,
+    "Llama 2 7B": llama(4096, 11008, 32, 32, 32, 32000, 4096),
     "Llama 2 7B, 2,048 tokens": llama(4096, 11008, 32, 32, 32, 32000, 2048),
     "Llama 2 13B": llama(5120, 13824, 40, 40, 40, 32000, 4096),
     "Llama 2 70B": llama(8192, 28672, 80, 64, 8, 32000, 4096),
@@ -104,6 +106,9 @@ class Report:
         recomputed: `"none"`, `"all"`, or `"some"` if some operations of a block are recomputed.
         speed: Tokens per second on each device, or None if they were measured in another precision.
         memory: GiB at the peak, or None. torchtitan's tables have what is reserved, its pull request what is active.
+        strategy: Kind of strategy.
+        precision: Name of the precision.
+        tokens: Tokens of a row, or None for the model's longest sequence. With LoRA, litgpt's rows have that many.
     """
 
     source: str
@@ -113,21 +118,30 @@ class Report:
     recomputed: str
     speed: float | None
     memory: float | None = None
+    strategy: str = "fsdp"
+    precision: str = "bf16"
+    tokens: int | None = None
 
 
 SOURCES = {
     "titan": ("torchtitan, H100", "pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"),
     "titan A100": ("torchtitan, A100", "pytorch/torchtitan/blob/157a12c56/docs/performance.md"),
     "titan 7B": ("torchtitan, FSDP2", "pytorch/torchtitan/pull/165"),
+    "litgpt": ("litgpt, LoRA", "Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md"),
     "foundry": ("llm-foundry", "mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"),
 }
 """Name and place on GitHub of each source."""
 
+_LORA: dict[str, Any] = {"strategy": "single", "precision": "bf16-true", "tokens": 1304}
 REPORTS = (
     Report("titan", "Llama 3 8B", Cluster(_HBM2E, 8), 2, "some", 5762, 82.4),
     Report("titan", "Llama 3 8B", Cluster(_HBM2E, 8, 16), 2, "some", 5605, 67.0),
     Report("titan", "Llama 3 8B, 32,768 tokens", Cluster(_HBM2E, 8), 1, "all", None, 83.9),
     Report("titan 7B", "Llama 2 7B, 2,048 tokens", Cluster(_HBM2E, 8), 8, "all", 6200, 0.2392 * 95.04),
+    *(
+        Report("litgpt", model, read_hardware("A100-40GB"), rows, "none", None, gb * 1e9 / GIB, **_LORA)
+        for model, rows, gb in (("Llama 2 7B", 1, 21.30), ("Llama 2 7B", 2, 29.07), ("Llama 2 13B", 1, 38.12))
+    ),
     Report("titan A100", "Llama 2 13B", read_hardware("8xA100-80GBx8"), 2, "none", 2162),
     Report("titan A100", "Llama 2 70B", read_hardware("8xA100-80GBx8"), 2, "all", 353),
     Report("titan A100", "Llama 3 8B", read_hardware("8xA100-80GBx8"), 1, "some", 2973),
@@ -145,6 +159,9 @@ REPORTS = (
 )
 
 
+_NO_KEYWORDS = ("architectures", "model_type", "torch_dtype")
+
+
 @contextmanager
 def config_of(model: str) -> Iterator[str]:
     """Return a context with the path of a model's config.json."""
@@ -156,9 +173,14 @@ def config_of(model: str) -> Iterator[str]:
 
 def predicted(report: Report, recomputed: bool, workers: Workers) -> Result:
     """Return the prediction for a published result."""
-    candidate = Candidate("fsdp", report.cluster.world_size, batch=report.batch, checkpointing=recomputed)
+    candidate = Candidate(
+        report.strategy, report.cluster.world_size, report.precision, report.batch, checkpointing=recomputed
+    )
     with config_of(report.model) as path:
         workload = Workload(path, seq=LENGTHS[report.model])
+        if report.source == "litgpt":
+            given = {key: value for key, value in MODELS[report.model].items() if key not in _NO_KEYWORDS}
+            workload = Workload("lora:Llama", kwargs=given, inputs=(f"1x{report.tokens}:int64",))
         found = workers.estimates(workload, [(candidate, report.cluster, None)], 0.0, False)[0]
     if found.estimate is None:
         raise click.ClickException(f"{report.model}: {found.error}")

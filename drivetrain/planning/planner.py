@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
@@ -243,6 +244,8 @@ def _begin(path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's calls of renamed collectives
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     parent = multiprocessing.parent_process()
     if parent is not None:
 
