@@ -56,6 +56,7 @@ _VARIED = ("batch", "seq", "world")
 @click.option("--mtbf", type=float, metavar="HOURS", help="Mean hours until a device fails, for the save interval.")
 @click.option("--full", is_flag=True, help="Run all blocks of the model, in place of extrapolation from a few.")
 @click.option("--real-init", is_flag=True, help="Build the model with values, if it cannot be built without.")
+@click.option("--sample-inputs", metavar="FILE", help="A batch by torch.save, or `first`: run the step on its values.")
 @click.option("--measure", is_flag=True, help="Train ten steps here, and correct predicted times by the difference.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the config.json names. Only for trusted files.")
 @click.option(
@@ -95,6 +96,7 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
         full=options["full"],
         real_init=options["real_init"],
         measures=options["measure"],
+        sample_inputs=options["sample_inputs"],
         trust_remote_code=options["trust_remote_code"],
         jobs=options["jobs"],
         progress=Bar() if say else None,

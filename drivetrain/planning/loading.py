@@ -66,9 +66,38 @@ def load(workload: Workload) -> Loaded:
         raise ConfigurationError(
             f"{workload.source!r} contains weights only. Pass the config.json beside them, a class or a script."
         )
-    batch = _batch(workload, found)
+    sample = None
+    if workload.sample_inputs:
+        sample = as_arguments(_read_sample(workload.sample_inputs))
+        batch = _without_sample(sample)
+    else:
+        batch = _batch(workload, found)
     rows = next(each.shape[0] for each in tensors_of(batch))
-    return Loaded(PlannedTask(_without_values(found)).train(), batch, make, rows)
+    return Loaded(PlannedTask(_without_values(found)).train(), batch, make, rows, sample)
+
+
+def _read_sample(path: str) -> Any:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigurationError(
+            f"--sample-inputs {path!r} cannot be read: {error}. Pass a file written by torch.save, with a tensor, "
+            "a tuple of the model's arguments or a dict of its keywords."
+        ) from error
+    if not any(each.dim() for each in tensors_of(found)):
+        raise ConfigurationError(f"--sample-inputs {path!r} has no tensors with rows. Pass a batch of the model.")
+    return found
+
+
+def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and the keywords of a model for a batch: a tensor, a tuple or a dict."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
+
+
+def _without_sample(batch: Any) -> Any:
+    return tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, batch)
 
 
 def _batch(workload: Workload, model: nn.Module) -> Any:
@@ -246,11 +275,14 @@ def _loaded(catch: Catch, workload: Workload) -> Loaded:
             "cannot follow. Plan its largest network as package.module:Class."
         )
     planned = ScriptTask(task) if isinstance(seen, StepModule) else LoopTask(task)
-    batch = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, catch.batch)
+    sample = None
+    if workload.sample_inputs:
+        sample = catch.batch if workload.sample_inputs == "first" else _read_sample(workload.sample_inputs)
+    batch = _without_sample(catch.batch if sample is None else sample)
     sizes = Counter(each.shape[0] for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
     if not sizes:
         raise ConfigurationError(f"The batches of {workload.source} have no tensors, so their size is unknown.")
-    return Loaded(planned.train(), batch, _maker(catch, workload), rows=sizes.most_common(1)[0][0])
+    return Loaded(planned.train(), batch, _maker(catch, workload), sizes.most_common(1)[0][0], sample)
 
 
 def _without_values(model: nn.Module) -> nn.Module:

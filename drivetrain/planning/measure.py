@@ -9,12 +9,12 @@ import time
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from drivetrain.planning.candidates import Candidate
 from drivetrain.planning.hardware import Cluster
-from drivetrain.planning.run import estimate, fill, loaded_of
+from drivetrain.planning.run import estimate, fill, give_values, loaded_of
 from drivetrain.planning.workload import Loaded, Workload
 from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError
@@ -70,12 +70,9 @@ def _seconds_of_step(loaded: Loaded, candidate: Candidate) -> float:
     strategy = candidate.make()
     strategy.setup(state)
     module = StepModule(copy.deepcopy(loaded.task))
-    with torch.device(state.device), torch.no_grad():
+    with torch.device(state.device):
         fill(module)
-        for each in module.parameters():
-            nn.init.normal_(each, std=0.02)
-        for each in module.buffers():
-            each.zero_()
+        give_values(module)
     model, _ = strategy.prepare(module, [], precision)
     optimizer = loaded.make_optimizer([each for each in model.parameters() if each.requires_grad])
     view, task = strategy.view(model, "train"), strategy.unwrap(model)

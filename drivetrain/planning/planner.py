@@ -277,6 +277,7 @@ def plan(
     full: bool = False,
     real_init: bool = False,
     measures: bool = False,
+    sample_inputs: str | None = None,
     trust_remote_code: bool = False,
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -304,6 +305,8 @@ def plan(
         headroom: Share of a device's memory that stays free, for fragmentation and libraries.
         full: True to run all blocks of a model, in place of extrapolation from a few.
         real_init: True to build the model with values in host memory, if it cannot be built without.
+        sample_inputs: File of a batch with values, or `"first"` for the first batch of a script. The step then runs on
+            values in host memory, for models whose forward depends on them.
         measures: True to train ten steps on a device of this machine first. The times of all candidates are multiplied
             by the ratio of the measured to the predicted time.
         trust_remote_code: True to run code that the config.json names.
@@ -329,6 +332,7 @@ def plan(
         tp_plan,
         real_init,
         trust_remote_code,
+        sample_inputs,
     )
     if seq is not None and seq < 1:
         raise ConfigurationError(f"A sequence of {seq} tokens is not possible. Use a positive number.")

@@ -252,7 +252,8 @@ def _on_rank(
         precision.setup(state.kind)
         strategy = candidate.make(workload.tp_plan or "auto")
         strategy.setup(state)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = None if workload.sample_inputs else FakeTensorMode(allow_non_fake_inputs=True)
+        mode = nullcontext() if fake is None else fake
         recorder = Recorder(fake)
         module = StepModule(copy.deepcopy(loaded.task))
         if candidate.kind.has_buckets:
@@ -266,22 +267,25 @@ def _on_rank(
             if candidate.kind.has_engine:
                 strategy.check(RunOptions(precision, Given("gradient_accumulation_steps", candidate.accumulation)))
                 module = Placed(precision.convert(module.task))
-                with fake, recorder:
+                with mode, recorder:
                     fill(module)
+                    give_values(module, fake)
                     recorder.add([*module.parameters(), *module.buffers()], "parameters")
                     recorder.prepares = True
                     prepared, (optimizer,) = strategy.prepare(module, [make(module)], precision, move=False)
                     recorder.prepares = False
                     recorder.add([getattr(each, "ds_tensor", None) for each in prepared.parameters()], "parameters")
             elif candidate.pp > 1:
-                with fake:  # what is on the meta device belongs to other stages
+                with mode:  # what is on the meta device belongs to other stages
                     fill(module)
+                    give_values(module, fake)
                     prepared, _ = strategy.prepare(module, [], precision, move=False)
             else:
                 prepared, _ = strategy.prepare(module, [], precision, move=False)
-            with fake, recorder, casts:
+            with mode, recorder, casts:
                 if candidate.pp == 1 and not candidate.kind.has_engine:
                     fill(prepared)
+                    give_values(prepared, fake)
                 recorder.add([*prepared.parameters(), *prepared.buffers()], "parameters")
                 if not candidate.kind.has_engine:
                     optimizer = make(prepared)
@@ -355,8 +359,8 @@ def _told() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigurationError(
-            f"The model's forward depends on values, through {error.func}, which a plan does not have. Replace the "
-            "operation, such as .item() or a mask of varying size, or plan a model without it."
+            f"The model's forward depends on values, through {error.func}, which a plan does not have. Give a "
+            "batch with values by --sample-inputs, or replace the operation, such as .item() or a mask of varying size."
         ) from error
     except UnsupportedOperatorException as error:
         raise ConfigurationError(
@@ -405,6 +409,23 @@ def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 
+def give_values(model: nn.Module, fake: FakeTensorMode | None = None) -> None:
+    """Fill parameters with small random values and buffers with zeros, unless they are fake.
+
+    Args:
+        model: The model, whose tensors have memory.
+        fake: The mode of its tensors, or None.
+    """
+    if fake is not None:
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            local.normal_(std=0.02)
+        for buffer in model.buffers():
+            buffer.zero_()
+
+
 class _Steps:
     """Runner of a strategy's training steps on fake tensors."""
 
@@ -440,7 +461,7 @@ class _Steps:
         view = self._strategy.view(self._model, "train")
 
         def run(batch: Any, probe: bool = False) -> Tensor:
-            real = tree_map(_as_fake, self._precision.convert_batch(batch))
+            real = tree_map(_allocated, self._precision.convert_batch(batch))
             self._recorder.add(real, "inputs")
             with self._precision.forward_context():
                 loss: Tensor = view(self._task.training_step, real)
@@ -523,8 +544,10 @@ def _in_full(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in halves else value
 
 
-def _as_fake(value: Any) -> Any:
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+def _allocated(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.clone()
 
 
 class Buckets:

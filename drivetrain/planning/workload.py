@@ -41,6 +41,8 @@ class Workload:
         tp_plan: Names of layers, each with a style, or `"auto"`.
         real_init: True to build the model with values, in host memory.
         trust_remote_code: True to run code that the config.json names.
+        sample_inputs: File of a batch with values, or `"first"` for the first batch of a script. The step then runs on
+            values in host memory.
     """
 
     source: str
@@ -52,6 +54,7 @@ class Workload:
     tp_plan: Mapping[str, str] | str | None = None
     real_init: bool = False
     trust_remote_code: bool = False
+    sample_inputs: str | None = None
 
 
 class PlannedTask(nn.Module):
@@ -75,12 +78,14 @@ class Loaded:
         batch: Batch on the meta device, of any number of rows.
         make_optimizer: Function from the trained parameters to an optimizer.
         rows: Rows of the batch. Tensors with another first dimension are the same for all rows.
+        sample: The batch with values, if the step shall run on values.
     """
 
     task: nn.Module
     batch: Any
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     rows: int = 1
+    sample: Any = None
 
     def batch_of(self, rows: int, seq: int | None = None) -> Any:
         """Return the workload's batch, resized to a number of rows and a sequence length.
@@ -89,6 +94,13 @@ class Loaded:
             rows: Size of the first dimension.
             seq: Size of the second dimension of tensors with several.
         """
+        if self.sample is not None:
+
+            def repeated(value: Any) -> Any:
+                is_batch = isinstance(value, Tensor) and value.dim() and value.shape[0] == self.rows
+                return value[torch.arange(rows) % self.rows] if is_batch else value
+
+            return tree_map(repeated, self.sample)
         lengths = {each.shape[1] for each in tensors_of(self.batch) if each.dim() > 1}
 
         def resized(value: Any) -> Any:

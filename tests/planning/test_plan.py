@@ -153,6 +153,27 @@ def test_the_strategy_is_that_of_the_three_lines() -> None:
 # Estimates
 
 
+@pytest.mark.parametrize("candidate", [Candidate("single", 1, "32", 4), Candidate("fsdp", 2, "bf16", 4)])
+def test_a_step_with_values_needs_what_one_without_needs(candidate: Candidate, tmp_path: Path) -> None:
+    torch.save(torch.zeros(4, 64, dtype=torch.int64), tmp_path / "batch.pt")
+    valued = replace(SMALL, inputs=(), sample_inputs=str(tmp_path / "batch.pt"))
+    ((expected,), (step,)) = simulate(SMALL, candidate), simulate(valued, candidate)
+    assert step.peak == pytest.approx(expected.peak, rel=0.01)
+    assert [(each.operation, each.bytes) for each in step.collectives] == [
+        (each.operation, each.bytes) for each in expected.collectives
+    ]
+
+
+def test_sample_inputs_are_for_models_that_read_values(tmp_path: Path) -> None:
+    torch.save((torch.ones(3, 2),), tmp_path / "batch.pt")
+    source = f"{__name__}:Selects"
+    made = plan(source, "L4-24GB", sample_inputs=str(tmp_path / "batch.pt"), strategies=["single"], jobs=1)
+    assert made.best is not None
+    assert made.best.candidate.batch == 3
+    with pytest.raises(ConfigurationError, match=r"--sample-inputs '.*none.pt' cannot be read"):
+        plan(source, "L4-24GB", sample_inputs=str(tmp_path / "none.pt"), strategies=["single"], jobs=1)
+
+
 def test_measured_steps_correct_the_times() -> None:
     cluster = Cluster(Device("this-slow", 1e12, {"float32": 1e-6}, 1e9, 1e9, 1e9), 1)
     options = {"inputs": ["2x8:int64"], "strategies": ["single"], "precisions": ["32"], "recompute": [False], "jobs": 1}
