@@ -182,7 +182,7 @@ def _as_dicts(made: Plan) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the peak and its parts for each strategy and precision."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for result in made.results:
-        row = {"error": result.error}
+        row: dict[str, Any] = {"error": result.error}
         if result.estimate is not None:
             kinds = {kind: round(size) for kind, size in result.estimate.kinds.items()}
             row = {**kinds, "total": round(result.estimate.peak)}

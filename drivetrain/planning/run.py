@@ -311,7 +311,13 @@ class Placed(StepModule):
     Torch cannot convert modules of fake tensors (their mode holds weak references), and engines ask for it.
     """
 
-    def _apply(self, *_: Any, **__: Any) -> Placed:
+    def to(self, *_: Any, **__: Any) -> Placed:
+        return self
+
+    def bfloat16(self) -> Placed:
+        return self
+
+    def half(self) -> Placed:
         return self
 
 
