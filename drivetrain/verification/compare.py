@@ -105,7 +105,7 @@ class Run:
 
         Args:
             step: The step.
-            name: `"gradients"`, `"weights"` or `"buffers"`.
+            name: `"gradients"`, `"elements"` of gradients, `"weights"` or `"buffers"`.
         """
         found: dict[str, list[float]] = {}
         for rank in self.ranks:
@@ -116,14 +116,14 @@ class Run:
     def disagreeing(self, step: int, name: str) -> list[str]:
         """Return the names of tensors that differ between processes after a step, in the order of the model."""
         found = self.values(step, name)
-        return [
+        # Ranks receive the same bits from an all-reduce. Norms of shards may be summed in other orders.
+        differing = {
             key
-            for key, values in found.items()
-            if any(
-                key in (other := rank["steps"][step].get(name, {})) and _differ(other[key], values)
-                for rank in self.ranks
-            )
-        ]
+            for rank in self.ranks
+            for size, key in sizes_of_differences(found, rank["steps"][step].get(name, {}))
+            if size > 1e-5
+        }
+        return [key for key in found if key in differing]
 
     def scalar(self, step: int, name: str) -> Any:
         return self.first["steps"][step].get(name)
@@ -141,15 +141,6 @@ def generators_apart(found: Run, expected: Run) -> str:
             if states[name] != others[name]:
                 first.setdefault(name, step)
     return ", ".join(f"{name} generator from step {step} on" for name, step in sorted(first.items()))
-
-
-def _differ(one: Sequence[float], other: Sequence[float]) -> bool:
-    # Ranks receive the same bits from an all-reduce. Norms of shards may be summed in other orders.
-    return len(one) != len(other) or any(
-        abs(a - b) > 1e-5 * max(abs(a), abs(b)) + 1e-12
-        for a, b in zip(one, other, strict=True)
-        if not (a != a and b != b)
-    )
 
 
 @dataclass
@@ -175,8 +166,8 @@ class Difference:
         return self.size <= self.allowed
 
 
-def relative(found: Values, expected: Values) -> tuple[float, str]:
-    """Return the largest relative difference of two sets of tensors, and the name of the tensor.
+def sizes_of_differences(found: Values, expected: Values) -> Iterator[tuple[float, str]]:
+    """Return the relative difference of each tensor that differs between two sets of tensors, and its name.
 
     It is relative to the root mean square of the tensor, or to a hundredth of the largest one if that is more, because
     tensors that should be zero hold only rounding errors.
@@ -187,19 +178,21 @@ def relative(found: Values, expected: Values) -> tuple[float, str]:
     """
     sizes = {name: _rms(values) for name, values in expected.items()}
     largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
-    worst, where = 0.0, ""
     for name, values in expected.items():
         other = found.get(name)
-        scale = max(sizes[name], 0.01 * largest, 1e-30)
         if other is None or len(other) != len(values):
             size = math.inf if sizes[name] > 0 else 0.0
         else:
-            pairs = [(a, b) for a, b in zip(other, values, strict=True) if not (a != a and b != b)]
-            size = max((abs(a - b) / scale for a, b in pairs), default=0.0)
-            size = math.inf if size != size else size
-        if size > worst:
-            worst, where = size, name
-    return worst, where
+            scale = max(sizes[name], 0.01 * largest, 1e-30)
+            apart = (abs(a - b) / scale for a, b in zip(other, values, strict=True) if a != b and (a == a or b == b))
+            size = max((math.inf if each != each else each for each in apart), default=0.0)
+        if size > 0:
+            yield size, name
+
+
+def relative(found: Values, expected: Values) -> tuple[float, str]:
+    """Return the largest of the relative differences between two sets of tensors, and the name of the tensor."""
+    return max(sizes_of_differences(found, expected), default=(0.0, ""), key=lambda each: each[0])
 
 
 def difference(
@@ -250,16 +243,16 @@ def _without(values: Values, arbitrary: Mapping[str, AbstractSet[int]]) -> Value
     }
 
 
-def _only_rounding(gradients: Values) -> Iterator[tuple[str, int]]:
+def _only_rounding(gradients: Values, elements: Values) -> Iterator[tuple[str, int]]:
     """Return the positions of elements whose gradient is rounding error, as of the bias of an attention's keys.
 
     Adam divides a gradient by its size, so such elements move by a whole learning rate in an arbitrary direction.
     """
     sizes = {name: _rms(values) for name, values in gradients.items()}
     largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
-    for name, (_, *elements) in gradients.items():  # the norm is in front
+    for name, values in elements.items():
         bound = _ROUNDING * max(sizes[name], 0.01 * largest)
-        yield from ((name, place) for place, value in enumerate(elements) if 0 < abs(value) <= bound)
+        yield from ((name, place) for place, value in enumerate(values) if 0 < abs(value) <= bound)
 
 
 def _rms(values: Sequence[float]) -> float:
@@ -294,7 +287,8 @@ class Comparison:
         steps = min(self.subject.steps, self.reference.steps)
         arbitrary: dict[str, set[int]] = {}
         for step in range(steps):
-            for name, place in _only_rounding(self.reference.values(step, "gradients")):
+            gradients, elements = self.reference.values(step, "gradients"), self.reference.values(step, "elements")
+            for name, place in _only_rounding(gradients, elements):
                 arbitrary.setdefault(name, set()).add(place)
             for quantity in QUANTITIES:
                 found = difference(step, quantity, self.subject, self.reference, arbitrary)

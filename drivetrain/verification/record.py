@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import signal
 import sys
@@ -21,20 +20,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drivetrain.runtime import observer
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.memory import is_out_of_memory
-from drivetrain.runtime.seeds import set_seed
+from drivetrain.runtime.seeds import GENERATORS, set_seed
 from drivetrain.trackers.base import Tracker
 from drivetrain.verification.loaders import counts_of, joined, rows_of, seed_of
 from drivetrain.verification.row_random import RowRandom
 
 SAMPLES = 64
 """Number of elements that are recorded of each parameter and gradient."""
-_BLOCK = 2**18
-"""Number of elements whose squares are summed at once."""
+SUMS = 64
+"""Number of sums that are recorded of each gradient and buffer."""
+_BLOCK = 2**17
+"""Number of elements that are summed at once."""
+_EVALUATION_BATCHES = 8
+"""Largest number of batches of a loader that is not trained on."""
 SEED = 20240
 """Seed of a script that sets none."""
 
@@ -55,7 +59,6 @@ class Recording:
         stop_after: Number of steps after which the process gets SIGTERM, as from a cluster that needs the machine.
         options: Options to add to the script's command line, which a `TrainerCLI` parses: `"model.layers=2"`.
         output: Folder for what the script saves in place of `folder`, or None.
-        evaluation_batches: Largest number of batches of a loader that is not trained on.
     """
 
     folder: str
@@ -69,11 +72,6 @@ class Recording:
     stop_after: int | None = None
     options: Sequence[str] = ()
     output: str | None = None
-    evaluation_batches: int = 8
-
-
-class Ended(SystemExit):
-    """Raised to end a script after the recorded steps."""
 
 
 class SilentTracker(Tracker):
@@ -106,29 +104,47 @@ def _positions(name: str, size: int) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.to_dense() if full.is_sparse else full
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _elements(name: str, tensor: Tensor) -> list[float]:
-    flat = tensor.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = _flat(tensor)
     values: list[float] = flat[_positions(name, flat.numel()).to(flat.device)].double().tolist()
     return values
 
 
-def norm_of(tensor: Tensor) -> float:
-    flat = tensor.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+@cache
+def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    bits = torch.randint(2, (count,), generator=torch.Generator().manual_seed(SEED))
+    return (2 * bits - 1).to(device, dtype)
+
+
+def norm_and_sums(tensor: Tensor) -> list[float]:
+    """Return the norm of a tensor, followed by sums over its elements with pseudorandom signs.
+
+    Each sum takes every 64th element. Tensors that differ, in a few elements or in many, have sums that differ by about
+    as much: this is a count sketch. Norms alone hardly change with a few elements of a large tensor.
+    """
+    flat = _flat(tensor)
     if not flat.numel():
-        return 0.0
-    # Blocks fit into the cache where they are converted, and their sums keep more digits than one long sum in float32.
-    blocks = (block if block.dtype == torch.float64 else block.float() for block in torch.split(flat, _BLOCK))
-    squares = torch.stack([torch.dot(block, block) for block in blocks])
-    return math.sqrt(math.fsum(squares.tolist()))
+        return [0.0]
+    squares, sums = [], []
+    with torch.autocast(flat.device.type, enabled=False):
+        # Blocks are read twice while they are in the cache, and their sums keep more digits than those of all elements.
+        for block in torch.split(flat, _BLOCK):
+            values = block if block.dtype == torch.float64 else block.float()
+            squares.append(torch.dot(values, values))
+            rows = F.pad(values, (0, -len(values) % SUMS)) if len(values) % SUMS else values
+            sums.append(_signs(-(-len(values) // SUMS), values.device, values.dtype) @ rows.view(-1, SUMS))
+        blocks = torch.stack(sums).double()
+        total = _signs(len(blocks), blocks.device, blocks.dtype) @ blocks
+    return [math.sqrt(math.fsum(torch.stack(squares).tolist())), *total[: flat.numel()].tolist()]
 
 
 def _common_factor(values: Sequence[float], others: Sequence[float]) -> float | None:
@@ -141,12 +157,9 @@ def _common_factor(values: Sequence[float], others: Sequence[float]) -> float | 
     return factor if is_common and factor > 0 else None
 
 
-def _generators() -> dict[str, str]:
-    """Return a digest of the state of each global random generator."""
-    states = {"Python's random": random.getstate(), "torch's": bytes(torch.get_rng_state().numpy())}
-    if "numpy" in sys.modules:
-        states["NumPy's"] = sys.modules["numpy"].random.get_state()
-    return {name: hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest() for name, state in states.items()}
+def _digest(state: Any) -> str:
+    data = bytes(state.numpy()) if isinstance(state, Tensor) else pickle.dumps(state)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def strategy_of(spec: str) -> Any:
@@ -214,7 +227,7 @@ class Recorder(observer.Observer):
     def strategy(self) -> Any:
         if self.asked.options and not self._has_command_line:
             self.record["ignores_options"] = True
-            self.finish()
+            sys.exit(0)
         return None if self.asked.strategy is None else strategy_of(self.asked.strategy)
 
     def precision(self) -> str | None:
@@ -247,7 +260,7 @@ class Recorder(observer.Observer):
             self._loaders.append(loader)
         number = next(n for n, each in enumerate(self._loaders) if each is loader)
         if self.is_done and number in self._training:
-            self.finish()
+            sys.exit(0)
         return self._recorded(number, pairs)
 
     def _recorded(self, number: int, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
@@ -256,9 +269,7 @@ class Recorder(observer.Observer):
             for count, (batch, info) in enumerate(pairs):
                 trains = number in self._training or not self._counts
                 self._evaluated |= not trains
-                if (self.is_done and number in self._training) or (
-                    not trains and count >= self.asked.evaluation_batches
-                ):
+                if (self.is_done and number in self._training) or (not trains and count >= _EVALUATION_BATCHES):
                     return
                 rows = rows_of(batch, info.rows)
                 kept = None if rows is None else rows[: len(rows) - info.padding]
@@ -338,30 +349,32 @@ class Recorder(observer.Observer):
 
     def _see_gradients(self, optimizer: Any) -> None:
         self._see_start()
+        found, elements = self._step.setdefault("gradients", {}), self._step.setdefault("elements", {})
+        for name, gradient in self._gradients(optimizer):
+            if name not in found:
+                gradient = _whole(gradient)
+                found[name], elements[name] = norm_and_sums(gradient), _elements(name, gradient)
+
+    def _gradients(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
         mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        found = self._step.setdefault("gradients", {})
         for name, parameter in self._named():
-            if id(parameter) in mine and parameter.grad is not None and name not in found:
-                gradient = _dense(_whole(parameter.grad))
-                found[name] = [norm_of(gradient), *_elements(name, gradient)]
+            if id(parameter) in mine and parameter.grad is not None:
+                yield name, parameter.grad
 
     def _norm_now(self, name: str, gradient: Tensor) -> float:
         """Return the norm of a gradient before the step. If clipping has only scaled it, no second pass is needed."""
-        norm, *elements = self._step.get("gradients", {}).get(name, [math.nan])
-        gradient = _dense(_whole(gradient))
-        factor = _common_factor(_elements(name, gradient), elements)
-        return norm_of(gradient) if factor is None else factor * norm
+        gradient = _whole(gradient)
+        factor = _common_factor(_elements(name, gradient), self._step.get("elements", {}).get(name, ()))
+        norm: float = norm_and_sums(gradient)[0] if factor is None else factor * self._step["gradients"][name][0]
+        return norm
 
     def _take_step(self, inner: Callable[..., bool], optimizer: Any, *args: Any, **named: Any) -> bool:
         self._see_start()
-        mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
         step = self._step
         if "not_held" not in self.record:  # not earlier: during a forward pass FSDP has other parameters
             held = {id(p) for one in self._prepared.optimizers for group in one.param_groups for p in group["params"]}
             self.record["not_held"] = [name for name, p in self._named() if p.requires_grad and id(p) not in held]
-        squares = [
-            self._norm_now(name, p.grad) ** 2 for name, p in self._named() if id(p) in mine and p.grad is not None
-        ]
+        squares = [self._norm_now(name, gradient) ** 2 for name, gradient in self._gradients(optimizer)]
         if squares:
             step["clipped"] = math.sqrt(math.fsum(squares))
         step["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -371,10 +384,10 @@ class Recorder(observer.Observer):
             factor = weights.divisor / max(float(weights.total), 1e-30)
             step["losses"] = [each * factor for each in step.get("losses", ())]
         step["skipped"] = not done
-        step["generators"] = _generators()
+        step["generators"] = {name: _digest(each.get_state()) for name, each in GENERATORS.items()}
         step["weights"] = self._weights()
         step["buffers"] = {
-            name: [norm_of(each), *_elements(name, each)]
+            name: norm_and_sums(each)
             for model in self._prepared.models
             for name, each in self._engine.weights.strategy.unwrap(model).named_buffers()
             if each.numel() and not each.is_complex()
@@ -390,7 +403,7 @@ class Recorder(observer.Observer):
         if self._open:
             self._training.add(self._open[-1])
         elif self.is_done:  # the script's loader is not prepared, so nothing else can end its loop
-            self.finish()
+            sys.exit(0)
         return done
 
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -401,11 +414,6 @@ class Recorder(observer.Observer):
             with suppress(TypeError, ValueError, RuntimeError):
                 numbers[name] = float(value)
         self.record["logged"].append({"step": step, "values": numbers})
-
-    # end
-
-    def finish(self) -> None:
-        raise Ended(0)
 
     def write(self, problem: str = "") -> None:
         """Write the record of this process as `rank<number>.json` into the folder."""

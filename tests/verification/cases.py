@@ -59,6 +59,7 @@ def _lightning(case: str, cause: str | None = None, quantity: str = "", step: in
 SOUND = [
     *map(_raw, ("plain", "sgd", "clipping", "accumulation", "no_shuffle", "drop_last", "generator", "noise", "stream")),
     *map(_raw, ("batch_divided", "module_not_prepared", "parameter_outside_of_forward", "clock_in_a_name", "epochs")),
+    _raw("vocabulary"),
     *map(
         _task,
         ("plain", "vision_transformer", "clipped", "averaged", "augmented", "workers", "accumulated", "own_sampler"),
@@ -91,6 +92,8 @@ MISTAKES = [
     _raw("collective_on_a_rank", "hang", "run"),
     _raw("around_the_wrapper", "error", "run"),
     _raw("no_sync", "gradients not reduced", "gradients"),
+    _raw("vocabulary_row_of_each_rank", "gradients not reduced", "gradients"),
+    _raw("vocabulary_row_summed", "other gradients", "gradients"),
     _raw("summed_again", "gradients scaled", "gradients"),
     _raw("clipped_by_the_world", "clipping", "clipped gradients"),
     _raw("clipped_by_shard", "other gradients", "gradients", 0, "--use_fsdp"),

@@ -32,6 +32,7 @@ def made(processes: int) -> Run:
                     "batches": [share],
                     "losses": [1.0 / (1 + step)],
                     "gradients": copy.deepcopy(values),
+                    "elements": {name: each[1:] for name, each in values.items()},
                     "clipped": 1.5,
                     "rates": [0.1 / (1 + step)],
                     "skipped": False,
@@ -43,7 +44,7 @@ def made(processes: int) -> Run:
         ranks.append(
             {
                 "steps": steps,
-                "logged": [{"step": 1, "after": 1, "values": {"accuracy": 0.75}}],
+                "logged": [{"step": 1, "values": {"accuracy": 0.75}}],
                 "start": {"first.weight": [0.5, -0.25], "head.bias": [0.1, 0.2], "scale": [0.5]},
                 "loaders": 1,
                 "shards": processes,
@@ -375,7 +376,7 @@ def test_weights_whose_gradient_is_rounding_error_are_not_compared() -> None:
         for run, weight in ((subject, 0.3), (single, 0.1)):
             for rank in run.ranks:
                 for step in rank["steps"]:
-                    step["gradients"]["head.bias"][1] = gradient
+                    step["elements"]["head.bias"][0] = gradient
                     step["weights"]["head.bias"][0] = weight
         return Comparison(subject, single, single, single)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from drivetrain.compat.lightning import Fabric
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.loggers import CSVLogger
 from drivetrain.runtime import observer
-from drivetrain.verification.record import SilentTracker, norm_of
+from drivetrain.verification.record import SilentTracker, norm_and_sums
 
 
 class Silencing(observer.Observer):
@@ -60,4 +61,23 @@ def test_trackers_that_are_set_later_are_silenced_too(tmp_path: Path, monkeypatc
 def test_norms_are_those_of_double_precision(tensor: torch.Tensor) -> None:
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
-    assert norm_of(tensor) == pytest.approx(float(torch.linalg.vector_norm(wide)), rel=1e-5)
+    assert norm_and_sums(tensor)[0] == pytest.approx(float(torch.linalg.vector_norm(wide)), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_differ_as_much_as_tensors_do(dtype: torch.dtype) -> None:
+    tensor = torch.randn(1000, 501, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = tensor.clone()
+    other[900] *= 0.5
+
+    norm, *sums = norm_and_sums(tensor)
+    changed, *different = norm_and_sums(other)
+
+    assert math.dist(sums, different) == pytest.approx(float(torch.dist(tensor, other)), rel=0.3)
+    assert abs(norm - changed) < 0.05 * math.dist(sums, different)
+
+
+def test_sums_of_small_tensors_are_their_elements() -> None:
+    tensor = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
+
+    assert [abs(each) for each in norm_and_sums(tensor)[1:]] == [1.0, 2.0, 0.5, 0.0]
