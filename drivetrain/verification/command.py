@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     },
     options_metavar="[OPTIONS] [FLAGS]",
 )
-@click.option("--steps", type=int, metavar="N", help="Number of optimizer steps to compare. Default: 8.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Time after which a run is ended. Default: 600.")
+@click.option("--steps", default=8, show_default=True, metavar="N", help="Number of optimizer steps to compare.")
+@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time after which a run is ended.")
 @click.option("--world-sizes", metavar="N,N", help="Compare runs on each of these numbers of processes.")
 @click.option(
     "--strategies",
@@ -44,7 +43,15 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--output", metavar="FILE", help="Write a page about the comparison to this HTML file.")
 @click.argument("given", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
-def verify(given: tuple[str, ...], **options: Any) -> int:
+def verify(
+    given: tuple[str, ...],
+    world_sizes: str | None,
+    strategies: str | None,
+    against: str | None,
+    as_json: bool,
+    output: str | None,
+    **options: Any,
+) -> int:
     """Check that SCRIPT trains the same on several processes as on one, and name the cause if it does not.
 
     The script runs unchanged for a few steps, on the processes that FLAGS of `drivetrain launch` ask for (two by
@@ -58,31 +65,23 @@ def verify(given: tuple[str, ...], **options: Any) -> int:
     drivetrain verify --as accelerate train.py
     drivetrain verify --world-sizes 1,2,4 --strategies ddp,fsdp train.py
     """  # noqa: D301
-    from drivetrain.verification.run import ComparisonError, ScriptFailed, verify_all
+    from drivetrain.verification.run import ComparisonError, ScriptFailed, launch_options, verify_all
     from drivetrain.verification.run import verify as run
 
-    flags, script, arguments = _split(given)
-    as_json, output = options.pop("as_json"), options.pop("output")
-    given_options = {
-        name: value for name, value in options.items() if value is not None and value is not False and value != ()
-    }
-    sizes, names = given_options.pop("world_sizes", None), given_options.pop("strategies", None)
-    if sizes or (names and "," in names):
-        _refuse_single_options(given_options)
-        several = verify_all(
-            script,
-            arguments,
-            world_sizes=_numbers(sizes) if sizes else (2,),
-            strategies=names.split(",") if names else (None,),
-            flags=flags,
-            progress=_say,
-            **given_options,
-        )
-        return _tell_all(several, as_json)
-    if "against" in given_options:
-        given_options["against"] = shlex.split(given_options["against"])
+    parsed = launch_options(given)
+    arguments, script = list(parsed["args"]), str(parsed["script"])
+    options["flags"] = given[: len(given) - len(arguments) - 1]
+    options["progress"] = lambda line: click.echo(f"{line} ...", err=True)
+    if world_sizes or "," in (strategies or ""):
+        single = {"against": against, **{name: options.pop(name) for name in ("record", "compare", "resume")}}
+        if wrong := next((name for name, value in single.items() if value), None):
+            raise ConfigurationError(f"--{wrong} compares one run. Leave out --world-sizes and further --strategies.")
+        sizes = _numbers(world_sizes) if world_sizes else (2,)
+        names = strategies.split(",") if strategies else (None,)
+        return _tell_all(verify_all(script, arguments, world_sizes=sizes, strategies=names, **options), as_json)
     try:
-        result = run(script, arguments, strategy=names, flags=flags, progress=_say, **given_options)
+        others = None if against is None else shlex.split(against)
+        result = run(script, arguments, strategy=strategies, against=others, **options)
     except ComparisonError as error:
         trace = error.traceback if isinstance(error, ScriptFailed) else ""
         click.echo(visible(f"{trace}\n\nCould not be compared. {error}".lstrip()), err=True)
@@ -102,12 +101,6 @@ def _numbers(text: str) -> list[int]:
         raise ConfigurationError(f"--world-sizes {text!r} is not valid. Use numbers such as 1,2,4.") from None
 
 
-def _refuse_single_options(given: dict[str, Any]) -> None:
-    for name in ("against", "record", "compare", "resume"):
-        if name in given:
-            raise ConfigurationError(f"--{name} compares one run. Leave out --world-sizes and further --strategies.")
-
-
 def _tell_all(results: Mapping[tuple[str, int], VerificationResult | ComparisonError], as_json: bool) -> int:
     codes, rows = [], []
     for (strategy, count), result in results.items():
@@ -125,17 +118,3 @@ def _tell_all(results: Mapping[tuple[str, int], VerificationResult | ComparisonE
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     return 1 if 1 in codes else max(codes, default=0)
-
-
-def _split(given: tuple[str, ...]) -> tuple[list[str], str, list[str]]:
-    from drivetrain.cli.launch import launch
-
-    parsed: dict[str, Any] = launch.make_context("drivetrain verify", list(given)).params
-    arguments = list(parsed["args"])
-    end = len(given) - len(arguments) - 1
-    return list(given[:end]), str(parsed["script"]), arguments
-
-
-def _say(line: str) -> None:
-    click.echo(f"{line} ...", err=True)
-    sys.stderr.flush()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import random
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -15,24 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from drivetrain.runtime.pytrees import recursively_apply
+from drivetrain.runtime.pytrees import concatenate, recursively_apply
+from drivetrain.runtime.seeds import KeptGenerators, seed_all_generators
 
 
 def seed_of(key: Any, draw: int = 0) -> int:
     """Return a seed derived from a text key, such as a row's hash, and the index of a random draw within a step."""
-    digest = hashlib.blake2b(f"{key}/{draw}".encode(), digest_size=6).digest()
+    digest = hashlib.blake2b(f"{key}/{draw}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 class _Joined:
-    """Batch sampler that concatenates several batches of another batch sampler.
-
-    Args:
-        sampler: The script's batch sampler.
-        count: Number of its batches that become one.
-        is_reversed: True to reverse each batch.
-        rows: Number of rows of an epoch, or None for all.
-    """
+    """Batch sampler that joins `count` batches of another one, in an epoch of `rows` rows, or all if that is None."""
 
     def __init__(self, sampler: Any, count: int, is_reversed: bool, rows: int | None) -> None:
         self.batch_sampler, self.count, self.is_reversed, self.rows = sampler, count, is_reversed, rows
@@ -60,69 +52,47 @@ class _Joined:
                 each.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-class _JoinedBatches:
+class _Around:
+    """Object with the attributes of another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":  # copies and pickles have no inner object yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class _JoinedBatches(_Around):
     """Iterable that concatenates several collated batches along the first dimension."""
 
     def __init__(self, batches: Any, count: int) -> None:
-        self._batches, self._count = batches, count
+        super().__init__(batches)
+        self._count = count
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._batches)
+        batches = iter(self._inner)
         while group := list(islice(batches, self._count)):
-            yield _concatenated(group)
+            yield concatenate(group)
 
     def __len__(self) -> int:
-        return -(-len(self._batches) // self._count)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
+        return -(-len(self._inner) // self._count)
 
 
-def _concatenated(group: Sequence[Any]) -> Any:
-    first = group[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(group))
-    if isinstance(first, Mapping):
-        return type(first)({key: _concatenated([each[key] for each in group]) for key in first})  # type: ignore[call-arg]
-    if isinstance(first, list | tuple):
-        return type(first)([_concatenated(parts) for parts in zip(*group, strict=True)])
-    raise TypeError(f"batches of {type(first).__name__} cannot be joined")
-
-
-class _Seeded:
+class _Seeded(_Around):
     """Dataset that seeds random numbers, such as those of augmentations, from the sample's index.
 
     A sample is then the same in whichever process and in whatever order it is read.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
     def __getitem__(self, index: Any) -> Any:
-        numpy = sys.modules.get("numpy")
-        states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-        seed = seed_of(repr(index))
-        try:
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed % 2**32)
-            return self._dataset[index]
-        finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            if numpy is not None:
-                numpy.random.set_state(states[2])
+        with KeptGenerators():
+            seed_all_generators(seed_of(repr(index)))
+            return self._inner[index]
 
     def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+        return len(self._inner)
 
 
 def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
@@ -209,10 +179,5 @@ def counts_of(batch: Any) -> dict[str, float]:
 
 def _tensors(batch: Any) -> list[Tensor]:
     found: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    recursively_apply(see, batch)
+    recursively_apply(found.append, batch)
     return found

@@ -15,7 +15,8 @@ _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.alpha_dropout),
 }
-
+# function -> position of its argument `dropout_p`
+_DROPOUT_PLACES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
 # function -> how a row of its result is drawn, given the row and a generator
 _DRAWS: dict[Any, str] = {
@@ -70,14 +71,14 @@ class RowRandom(TorchFunctionMode):
         if func in _DROPOUTS:
             self.has_dropout = True
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            self.has_dropout |= bool(kwargs.pop("dropout_p", 0.0) or (len(args) > 4 and args[4]))
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        elif func is F.multi_head_attention_forward:
-            self.has_dropout |= bool(kwargs.get("dropout_p") or (len(args) > 10 and args[10]))
-            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        elif func in _DRAWS and kwargs.get("generator") is None:
+        place = _DROPOUT_PLACES.get(func)
+        if place is not None and len(args) > place:
+            self.has_dropout |= bool(args[place])
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif place is not None and kwargs.get("dropout_p"):
+            self.has_dropout = True
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        if func in _DRAWS and kwargs.get("generator") is None:
             return self._draw(self._keys, func, args, {name: kwargs[name] for name in kwargs if name != "generator"})
         return func(*args, **kwargs)
 
@@ -113,17 +114,7 @@ class RowRandom(TorchFunctionMode):
 def _fill(
     func: Any, part: Tensor, generator: torch.Generator, args: Any, kwargs: Any, dimension: int, taken: slice
 ) -> None:
-    """Redraw one row of a random tensor.
-
-    Args:
-        func: The function that made the tensor, one of `_DRAWS`.
-        part: The row, a view of the tensor.
-        generator: Generator of the row.
-        args: The function's arguments by position.
-        kwargs: The function's arguments by name.
-        dimension: Dimension of the tensor that holds the rows.
-        taken: The row's place in this dimension.
-    """
+    """Redraw `part`, the rows `taken` in a dimension of the tensor that `func` made of `args` and `kwargs`."""
     how = _DRAWS[func]
 
     def own(value: Any) -> Any:

@@ -21,7 +21,6 @@ from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.verification.causes import Finding, diagnose, notes
 from drivetrain.verification.compare import QUANTITIES, Comparison, Run
 
-STEPS = 8
 _HANG_SECONDS = 60
 _HANGS = "a rank waits for one that does not come."
 _KEPT = {"cpu": "--cpu", "stand_in": "--as", "gradient_accumulation_steps": "--gradient_accumulation_steps"}
@@ -54,10 +53,6 @@ class ScriptFailed(ComparisonError):
 
 class OutOfMemory(ScriptFailed):
     """Raised if a run of the script did not fit into memory."""
-
-
-class DifferentError(AssertionError):
-    """Raised by `VerificationResult.assert_same` if the runs differ."""
 
 
 @dataclass
@@ -140,9 +135,9 @@ class VerificationResult:
         return cls("different", run.steps, error.processes, strategy, precision, finding, {})
 
     def assert_same(self) -> None:
-        """Raise `DifferentError` with the finding if the runs differ by more than rounding."""
+        """Raise `AssertionError` with the finding if the runs differ by more than rounding."""
         if not self.is_same:
-            raise DifferentError(str(self))
+            raise AssertionError(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as a dict of numbers, strings and lists, for JSON."""
@@ -188,7 +183,7 @@ def verify(
     compare: str | os.PathLike[str] | None = None,
     record: str | os.PathLike[str] | None = None,
     options: Sequence[str] = (),
-    steps: int = STEPS,
+    steps: int = 8,
     timeout: float = 600.0,
     progress: Callable[[str], Any] = lambda _: None,
 ) -> VerificationResult:
@@ -255,7 +250,7 @@ def verify_all(
     uneven: bool = False,
     flags: Sequence[str] = (),
     options: Sequence[str] = (),
-    steps: int = STEPS,
+    steps: int = 8,
     timeout: float = 600.0,
     progress: Callable[[str], Any] = lambda _: None,
 ) -> dict[tuple[str, int], VerificationResult | ComparisonError]:
@@ -307,26 +302,20 @@ def _with_processes(flags: list[str], count: int | None) -> list[str]:
     return flags if any(flag.split("=")[0] in named for flag in flags) else [*flags, "--num_processes", "2"]
 
 
-def _processes(flags: list[str]) -> int:
+def launch_options(given: Sequence[str]) -> dict[str, Any]:
+    """Return the values of flags of `drivetrain launch`, with the `script` and its `args`."""
     from drivetrain.cli.launch import launch
 
-    return int(launch.make_context("drivetrain verify", [*flags, __file__]).params["num_processes"] or 1)
+    return launch.make_context("drivetrain verify", list(given)).params
+
+
+def _processes(flags: Sequence[str]) -> int:
+    return int(launch_options([*flags, __file__])["num_processes"] or 1)
 
 
 @dataclass
 class _Runs:
-    """Runner that starts a script in a separate folder for each run.
-
-    Attributes:
-        script: Path of the script.
-        arguments: Arguments of the script.
-        options: Options of the script's `TrainerCLI` to set.
-        folder: Folder for the records.
-        steps: Number of steps to record.
-        timeout: Seconds after which a run is ended.
-        progress: Called with a line before each run.
-        uneven: True if the last batch of an epoch is to be uneven.
-    """
+    """Runner that starts a script in a separate folder for each run. Its fields are arguments of `verify`."""
 
     script: str
     arguments: list[str]
@@ -445,10 +434,9 @@ class _Runs:
 
     def _kept(self, flags: list[str]) -> list[str]:
         """Return the launcher flags that also apply to the reference runs."""
-        from drivetrain.cli.launch import launch
         from drivetrain.launch.options import LaunchOptions
 
-        parsed = launch.make_context("drivetrain verify", [*flags, self.script, *self.arguments]).params
+        parsed = launch_options([*flags, self.script, *self.arguments])
         if parsed["module"] or parsed["no_python"]:
             raise ConfigurationError("drivetrain verify runs a Python file. Pass the path of the file, without -m.")
         LaunchOptions().check_script(parsed["script"])
@@ -459,17 +447,7 @@ class _Runs:
         return kept
 
     def _run(self, name: str, flags: Sequence[str], variables: Mapping[str, str] | None = None, **asked: Any) -> Run:
-        """Run the script and return its records.
-
-        Args:
-            name: What sentences call the run.
-            flags: Flags of `drivetrain launch`.
-            variables: Environment variables of the run.
-            **asked: Fields of `Recording`.
-
-        Raises:
-            ComparisonError: The run failed or recorded nothing.
-        """
+        """Run the script and return its records. `name` is what sentences call the run, `asked` goes to `Recording`."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         request = folder / "recording.json"
         request.write_text(

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 import drivetrain
-from drivetrain.verification.run import DifferentError
 from tests.pool import ROOT
 from tests.verification.cases import HERE, MISTAKES, NOT_COMPARABLE, SOUND, Case
 
@@ -55,7 +54,7 @@ def test_a_mean_over_tokens_is_named_with_the_first_step(monkeypatch: pytest.Mon
 
     assert result.finding is not None
     assert (result.finding.cause, result.finding.step, result.finding.quantity) == ("mean per rank", 1, "loss")
-    with pytest.raises(DifferentError, match="Return the sum of the losses and its weight"):
+    with pytest.raises(AssertionError, match="Return the sum of the losses and its weight"):
         result.assert_same()
 
 
