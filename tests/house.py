@@ -459,7 +459,7 @@ ROOMS = {
     "strategies": (57, 11106),
     "trackers": (18, 2959),
     "trainer": (46, 9731),
-    "verification": (10, 1756),
+    "verification": (10, 1754),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

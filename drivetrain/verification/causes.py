@@ -357,7 +357,8 @@ def _explain_gradients(compared: Comparison, first: Difference) -> Finding:
             f"{'have one' if without else 'have none'} in {reference.name}.",
             "Train the same parameters whatever the rank and the number of processes.",
         )
-    ratios = {n: own[n][0] / expected[n][0] for n in own if expected[n][0] > 1e-12}
+    sizes = {name: math.hypot(*values) for name, values in expected.items()}
+    ratios = {name: math.hypot(*own[name]) / size for name, size in sizes.items() if size > 1e-12}
     middle = statistics.median(ratios.values()) if ratios else math.nan
     even = [name for name, ratio in ratios.items() if abs(ratio - middle) <= 0.01 * abs(middle)]
     if ratios and len(even) >= 0.8 * len(ratios) and abs(middle - 1) > _CLOSE:
@@ -406,8 +407,7 @@ def _explain_clipped(compared: Comparison, first: Difference) -> Finding:
         "The gradients agree before clipping and differ after it: each process clips by a norm of its own.",
         "Clip once all gradients are reduced and unscaled, by the norm of the whole model: "
         "accelerator.clip_grad_norm_(model.parameters(), ...), or Trainer(gradient_clip_val=...).",
-        f"norm after clipping {subject.scalar(step, 'clipped'):.6g}, {reference.name} "
-        f"{reference.scalar(step, 'clipped'):.6g}",
+        f"norm after clipping {ratio:.6g} times that of {reference.name}",
     )
 
 

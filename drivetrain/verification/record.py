@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,26 +126,26 @@ def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (2 * bits - 1).to(device, dtype)
 
 
-def norm_and_sums(tensor: Tensor) -> list[float]:
-    """Return the norm of a tensor, followed by sums over its elements with pseudorandom signs.
+def sums_of(tensor: Tensor) -> list[float]:
+    """Return 64 sums over parts of a tensor with pseudorandom signs, or its elements with signs if it has fewer.
 
-    Each sum takes every 64th element. Tensors that differ, in a few elements or in many, have sums that differ by about
-    as much: this is a count sketch. Norms alone hardly change with a few elements of a large tensor.
+    This is a count sketch: the root of the sum of their squares is about the norm of the tensor. Tensors that differ,
+    in a few elements or in many, have sums that differ by about as much, whereas norms hardly change with a few
+    elements of a large tensor.
     """
     flat = _flat(tensor)
     if not flat.numel():
-        return [0.0]
-    squares, sums = [], []
+        return []
+    sums = []
     with torch.autocast(flat.device.type, enabled=False):
-        # Blocks are read twice while they are in the cache, and their sums keep more digits than those of all elements.
+        # Blocks are converted in the cache, and their sums keep more digits than those of all elements in float32.
         for block in torch.split(flat, _BLOCK):
             values = block if block.dtype == torch.float64 else block.float()
-            squares.append(torch.dot(values, values))
-            rows = F.pad(values, (0, -len(values) % SUMS)) if len(values) % SUMS else values
-            sums.append(_signs(-(-len(values) // SUMS), values.device, values.dtype) @ rows.view(-1, SUMS))
+            parts = (F.pad(values, (0, -len(values) % SUMS)) if len(values) % SUMS else values).view(SUMS, -1)
+            sums.append(parts @ _signs(parts.shape[1], parts.device, parts.dtype))
         blocks = torch.stack(sums).double()
-        total = _signs(len(blocks), blocks.device, blocks.dtype) @ blocks
-    return [math.sqrt(math.fsum(torch.stack(squares).tolist())), *total[: flat.numel()].tolist()]
+        total: list[float] = (_signs(len(blocks), blocks.device, blocks.dtype) @ blocks)[: flat.numel()].tolist()
+    return total
 
 
 def _common_factor(values: Sequence[float], others: Sequence[float]) -> float | None:
@@ -353,7 +354,7 @@ class Recorder(observer.Observer):
         for name, gradient in self._gradients(optimizer):
             if name not in found:
                 gradient = _whole(gradient)
-                found[name], elements[name] = norm_and_sums(gradient), _elements(name, gradient)
+                found[name], elements[name] = sums_of(gradient), _elements(name, gradient)
 
     def _gradients(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
         mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -361,12 +362,11 @@ class Recorder(observer.Observer):
             if id(parameter) in mine and parameter.grad is not None:
                 yield name, parameter.grad
 
-    def _norm_now(self, name: str, gradient: Tensor) -> float:
-        """Return the norm of a gradient before the step. If clipping has only scaled it, no second pass is needed."""
+    def _sums_now(self, name: str, gradient: Tensor) -> list[float]:
+        """Return the sums of a gradient before the step. If clipping has only scaled it, no second pass is needed."""
         gradient = _whole(gradient)
         factor = _common_factor(_elements(name, gradient), self._step.get("elements", {}).get(name, ()))
-        norm: float = norm_and_sums(gradient)[0] if factor is None else factor * self._step["gradients"][name][0]
-        return norm
+        return sums_of(gradient) if factor is None else [factor * each for each in self._step["gradients"][name]]
 
     def _take_step(self, inner: Callable[..., bool], optimizer: Any, *args: Any, **named: Any) -> bool:
         self._see_start()
@@ -374,9 +374,8 @@ class Recorder(observer.Observer):
         if "not_held" not in self.record:  # not earlier: during a forward pass FSDP has other parameters
             held = {id(p) for one in self._prepared.optimizers for group in one.param_groups for p in group["params"]}
             self.record["not_held"] = [name for name, p in self._named() if p.requires_grad and id(p) not in held]
-        squares = [self._norm_now(name, gradient) ** 2 for name, gradient in self._gradients(optimizer)]
-        if squares:
-            step["clipped"] = math.sqrt(math.fsum(squares))
+        if sums := [self._sums_now(name, gradient) for name, gradient in self._gradients(optimizer)]:
+            step["clipped"] = math.hypot(*chain(*sums))
         step["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         done = inner(optimizer, *args, **named)
         weights = self._engine.weights
@@ -387,7 +386,7 @@ class Recorder(observer.Observer):
         step["generators"] = {name: _digest(each.get_state()) for name, each in GENERATORS.items()}
         step["weights"] = self._weights()
         step["buffers"] = {
-            name: norm_and_sums(each)
+            name: sums_of(each)
             for model in self._prepared.models
             for name, each in self._engine.weights.strategy.unwrap(model).named_buffers()
             if each.numel() and not each.is_complex()
