@@ -57,13 +57,9 @@ def move_in_place(
     placed: Callable[[str, nn.Parameter], None] | None = None,
     moves: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> nn.Module:
-    """Move a model to a device without replacing its parameter objects.
-
-    Optimizers stay valid. On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying.
-    Optimizers built earlier would then step the old parameters. This function swaps the tensors inside the existing
-    objects instead. `placed`, if given, is called with the name and the parameter after each move. Tensors for which
-    `moves` returns False stay where they are.
-    """
+    # On XLA and PrivateUse1 backends, `Module.to` creates new parameters and separates tied ones, and optimizers built
+    # earlier would step the old ones. So the tensors inside the existing objects are swapped. `placed` is called with
+    # the name and the parameter after each move. Tensors for which `moves` returns False stay where they are.
     for name, parameter in model.named_parameters():
         if moves(parameter) and not _is_on(parameter, device):
             _move(name, parameter, device)
@@ -85,13 +81,8 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Adapt optimizers after their model was moved to its device.
-
-    Moves their state, and raises an error if they hold replaced parameters.
-
-    `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
-    that its optimizer would not train the model.
-    """
+    # `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
+    # that its optimizer would not train the model.
     now = {id(parameter) for parameter in model.parameters()}
     gone = {id(parameter): name for name, parameter in before.items() if id(parameter) not in now}
     for optimizer in optimizers if gone else ():
@@ -136,7 +127,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's rank and device, and its share of data and metrics.
+    """Role of this process in a run: its rank and device, and the part of the dataset that it loads.
 
     Attributes:
         environment: Rank, local rank and world size of this process.
@@ -169,7 +160,6 @@ class Topology:
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Return the topology of the process at `place` in a device mesh."""
         return cls(
             state.environment,
             state.kind,
@@ -190,31 +180,22 @@ class Topology:
 
     @property
     def computes_loss(self) -> bool:
-        """True on processes that compute the loss.
-
-        With pipeline parallelism, these run the model's last stage.
-        """
+        """True if this process computes the loss, which in a pipeline only the last stage does."""
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """True if totals include this process's samples.
-
-        Among ranks with the same samples, one is counted.
-        """
+        """False if another process loads equal samples and counts them, so that no sample is counted twice."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if this process's logged values are counted in metrics.
-
-        False if another rank logs the same values.
-        """
+        """False if another process logs equal values, which are counted in metrics in place of this one's."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """Index of this process among the ranks whose logged values count, and their number.
+        """Index of this process among the ranks whose logged values count in metrics, and the number of them.
 
         Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
         the index of its data shard.
@@ -225,9 +206,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Return the entries to count from a list with one entry per rank.
-
-        Ranks with the same data count only once.
+        """Return a list with one entry per rank without the entries of ranks that repeat another rank's data.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
@@ -236,7 +215,7 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over processes. Ranks with equal data count once.
+        """Return the sum of a tensor over processes. Of processes with equal values, only one is added.
 
         A collective call.
         """
@@ -321,10 +300,10 @@ _OLD_STRATEGY = {
 
 
 class Gradients:
-    """Reduction, scaling and clipping of gradients that are complete in `.grad`.
+    """Operations on gradients that a strategy can override: reduction over processes, scaling, clipping.
 
-    Gradients are complete after each backward pass. A strategy that reduces, shards or stores gradients differently
-    uses a subclass.
+    This class expects complete gradients in `.grad` after each backward pass. A strategy that reduces, shards or stores
+    gradients differently uses a subclass.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -342,14 +321,14 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if a model has gradients outside of `.grad`, as under FSDP."""
+        """Return True if the strategy keeps gradients of a model outside `.grad`, as FSDP and DeepSpeed do."""
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Drop gradients that the strategy accumulates outside of `.grad`."""
+        """Drop the gradients of a model that the strategy keeps outside `.grad`."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Wait for gradient reductions that still run. A collective call.
+        """Wait until the optimizers' gradients are reduced over all processes. A collective call.
 
         Args:
             optimizers: The optimizers that `prepare` returned, without a wrapper.
@@ -362,7 +341,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply gradients by a factor in place, or clamp their elements.
+        """Multiply gradients by `factor` in place, or, with `bound`, clamp each element to `[-bound, bound]`.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -390,10 +369,6 @@ class Gradients:
 def scale_tensors(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
 ) -> None:
-    """Multiply tensors by `factor` in place.
-
-    If `bound` is given, clamp elements to `[-bound, bound]` instead.
-    """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -433,7 +408,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise an error, because the strategy does not support one loss per optimizer."""
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
     )
@@ -518,10 +492,8 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return empty tensors like those in a saved optimizer state, to be read into.
-
-    A tensor with the shape of a sharded parameter is sharded like the parameter. Values other than tensors are copied.
-    """
+    # A checkpoint is read into these tensors. One with the shape of a sharded parameter is sharded like it. Values
+    # other than tensors are copied.
     held = {
         name: {key: _empty_like(value, parameters.get(name)) for key, value in values.items()}
         for name, values in saved["state"].items()
@@ -583,11 +555,7 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """Return the class name of the user's optimizer or scheduler, or None.
-
-    It is None if DeepSpeed or drivetrain chose the class. DeepSpeed's wrappers are removed first. Optimizers and
-    schedulers of DeepSpeed and drivetrain are internal.
-    """
+    # None if DeepSpeed or drivetrain chose the class, since their optimizers and schedulers are internal.
     while (package := type(item).__module__.partition(".")[0]) == "deepspeed" and hasattr(item, "optimizer"):
         item = item.optimizer
     return None if package in ("deepspeed", "drivetrain") else type(item).__name__
@@ -621,7 +589,9 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a prepared model's state dict, without wrappers. A collective call.
+        """Return a prepared model's weights by name. With `full`, rank 0 gets whole tensors.
+
+        Names have no prefix of a wrapper such as DDP. A collective call.
 
         Args:
             model: The model that `prepare` returned.
@@ -641,7 +611,7 @@ class ModelState:
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state dict with parameter names, for a checkpoint.
+        """Return the state of a prepared model's optimizer by parameter name, to store in a checkpoint.
 
         Args:
             model: The model that `prepare` returned.
@@ -673,7 +643,7 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return this process's own parameters or shards by name.
+        """Return a prepared model's parameters by name, or this process's shards of them, to change in place.
 
         Changes to them change the model. Parameters gathered for a forward pass are freed first, so that the next
         forward pass uses the written values. Call it again after `requires_grad` has changed on any parameter.
@@ -681,7 +651,7 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return a parameter's unsharded size, and whether any process trains it."""
+        """Return how many elements a parameter has before sharding, and whether any process trains it."""
         return parameter.numel(), parameter.requires_grad
 
 
@@ -721,7 +691,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run, which a strategy checks for those that it cannot support."""
+    """Settings of a run that `Strategy.check` receives, so that a strategy can refuse unsupported ones."""
 
     precision: Precision
     gradient_accumulation_steps: Given
@@ -751,7 +721,7 @@ class JoinsUnevenInputs:
     """Mixin for strategies that can train on uneven numbers of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which processes may have different numbers of batches.
+        """Return a context in which a process without further batches does not block the other processes.
 
         Args:
             models: The models that `prepare` returned.
@@ -760,7 +730,7 @@ class JoinsUnevenInputs:
 
 
 class PlacesBatches:
-    """Mixin for strategies that move batches to devices themselves.
+    """Mixin for strategies whose `batch_placement` object moves batches to devices.
 
     Attributes:
         batch_placement: The object that transfers batches.
@@ -779,11 +749,11 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the function that moves batches, which may call the default `place`."""
+        """Return a function that moves a batch to its devices and may call `place`, the default function."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Finish the placement of an epoch's last batch."""
+        # Called after an epoch's last batch.
         raise NotImplementedError
 
 
@@ -900,9 +870,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call for training or evaluation.
-
-        For evaluation, this may be the model without DDP's wrapper.
+        """Return the module to call in a stage. For evaluation, it may be the model without DDP's wrapper.
 
         Called on all processes when the stage begins.
 
@@ -918,7 +886,7 @@ class Strategy(ABC):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward for all micro-batches of an optimizer step.
+        """Run `step_fn`, which computes loss and gradients, on each micro-batch, and return its results.
 
         Gradients are reduced across processes in the last micro-batch only.
 
@@ -952,7 +920,7 @@ class Strategy(ABC):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Run an optimizer's step.
+        """Step an optimizer through `precision`, which skips the step if gradients have overflowed.
 
         Args:
             optimizer: The optimizer.
@@ -1017,7 +985,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies with several named sets of options.
+    """Base class for strategies that hold several configurations by name, one of which is selected.
 
     The selected configuration applies to the models that are prepared next.
     """
@@ -1039,7 +1007,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision set by the selected configuration, or else `given`.
+        """Return the precision in the configuration that `select_configuration` selected, or else `given`.
 
         Args:
             given: A precision or its name, or None.
@@ -1075,17 +1043,14 @@ class ReducingWrapper(nn.Module):
     """Base class for model wrappers that average gradients during backward, like DDP."""
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Prepare to reduce the gradients of a loss computed outside of this wrapper.
+        """Let this wrapper average the gradients of a loss that was computed without calling the wrapper.
 
         Call it before the backward pass.
         """
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a zero loss for a skipped batch.
-
-        Its backward pass joins the gradient reduction of other processes.
-        """
+        """Return a zero loss. Its backward joins the gradient reduction when a process skips its batch."""
         raise NotImplementedError
 
     def require_reduced(self) -> None:
@@ -1124,11 +1089,7 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a loss of zero for a skipped batch.
-
-    Its backward pass joins the reduction of gradients. Raises a `ConfigurationError` if the strategy also needs the
-    same number of forward passes on all processes.
-    """
+    # Its backward pass joins the reduction of gradients with processes that do not skip their batch.
     if strategy.needs_even_batches:
         raise ConfigurationError(
             f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r}, "

@@ -140,8 +140,6 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a DDP communication hook so that gradients are cast to `dtype` for it."""
-
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
         bucket.set_buffer(own.to(dtype))
@@ -330,10 +328,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a step that ran out of memory can be run again.
-
-        It cannot with `comm_hook` or `sync_batchnorm`.
-        """
+        """True if a step that ran out of memory can run again: not with `comm_hook` or `sync_batchnorm`."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -346,11 +341,8 @@ class DDP(Strategy, JoinsUnevenInputs):
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Destroy the DDP modules' gradient reducers before the process group.
-
-        A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
-        needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
-        """
+        # A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
+        # needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
         for wrapped in self._copies.wrapped:
             for name in ("reducer", "logger", "_search", "agree"):
                 wrapped.__dict__.pop(name, None)
@@ -373,7 +365,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises if processes call it with different texts."""
+    # The returned function raises an error if processes pass different texts.
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -383,8 +375,6 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradient operations for models wrapped in DDP."""
-
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
 
@@ -402,8 +392,6 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """State dicts under `DDP`, after a check that all processes have equal models."""
-
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)
         self._copies = copies

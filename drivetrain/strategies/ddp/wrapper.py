@@ -61,10 +61,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Record which parameters DDP found used in a step.
-
-        Returns True after enough steps.
-        """
+        # True after enough steps.
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -87,7 +84,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Return the unused parameters that DDP can exclude, or None if it must search on."""
+        # None if DDP must continue to search for unused parameters in each step.
         never = self.never_used()
         if never is None:
             return None
@@ -104,7 +101,6 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Warn if `find_unused_parameters=True` was unnecessary in the first steps."""
         never = self.never_used()
         if never is None:
             return
@@ -217,10 +213,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Observe in the first steps whether DDP must search for unused parameters.
-
-        If it need not, turn the search off (with `ends`) or log a warning.
-        """
+        # If DDP need not search for unused parameters, the search is turned off (with `ends`), or a warning is logged.
         # Created again for each reducer, since it reads the reducer's usage counts.
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
@@ -235,10 +228,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Register a communication hook now, and again whenever DDP is rebuilt.
-
-        A new hook state is created each time, because the state may depend on the buckets.
-        """
+        # Called again whenever DDP is rebuilt, because the hook's state may depend on the buckets.
         register(self)
         self._register = register
 
@@ -267,11 +257,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """Turn off DDP's search, and exclude the parameters that no step used.
-
-        An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
-        gradient would not be averaged.
-        """
+        # An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
+        # gradient would not be averaged.
         left_out = [self.reduced[place] for place in never]
         hooks = {id(each): partial(_refuse, name) for each, name in zip(left_out, self._named(left_out), strict=True)}
         self._left_out = {
@@ -341,11 +328,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_backward([loss])
 
     def zero_loss(self) -> Tensor:
-        """Return a zero loss that depends on all parameters, or on none with `find_unused_parameters`.
-
-        With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay to
-        it.
-        """
+        # With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay
+        # to it.
         if self.find_unused_parameters:
             return torch.zeros((), device=self.reduced[0].device)
         return zero_loss_of(self.reduced)
@@ -376,14 +360,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     @property
     def has_own_hook(self) -> bool:
-        """True if the user registered a communication hook.
-
-        Then models on different processes may differ.
-        """
+        # With a user's communication hook, models on different processes may differ.
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """Return the parameters that DDP reduces or was told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
@@ -451,21 +431,16 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count an optimizer step, and return True for every n-th one."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Restart an optimizer's step count, so that its next step is compared."""
         self._left.pop(optimizer, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager that turns off the comparison of processes.
-
-        Used for loops whose numbers of steps differ between processes.
-        """
+        # For loops whose numbers of steps differ between processes.
         every, self.every = self.every, 0
         try:
             yield
@@ -500,7 +475,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Record of which DDP modules hold an optimizer's parameters.
+    """Result of a search for the DDP modules that reduce the gradients of an optimizer's parameters.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -514,7 +489,7 @@ class Held:
 
 
 class Copies:
-    """Registry of a run's DDP modules, to check that all copies of a model stay equal.
+    """Registry of a run's DDP modules, to find processes whose copy of a model has become different.
 
     Attributes:
         wrapped: The DDP modules.
@@ -561,20 +536,14 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients of parameters that no DDP module reduces.
-
-        All processes must call this.
-        """
+        # All processes must call this.
         for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
             if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Return True if processes must compare parameters in this optimizer step.
-
-        The step is counted.
-        """
+        # The step is counted.
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, which LocalSGD uses, copies differ on purpose.

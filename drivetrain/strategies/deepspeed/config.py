@@ -164,10 +164,7 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise `ConfigurationError`, because a placeholder cannot step.
-
-        Step the optimizer that `prepare` returns.
-        """
+        """Raise `ConfigurationError`, since only the optimizer that `prepare` returns can step."""
         raise ConfigurationError(
             "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
             "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
@@ -201,7 +198,6 @@ class DummyScheduler:
         _STANDING_IN[optimizer] = self
 
     def attach(self, scheduler: Any) -> None:
-        """Report learning rates and state of the engine's scheduler from now on."""
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +211,7 @@ class DummyScheduler:
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the engine's scheduler, or an empty dict before `prepare`."""
+        """Return the state dict of DeepSpeed's scheduler, or an empty dict before `prepare` is called."""
         return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -402,7 +398,6 @@ def _leave_out_disabled(config: Config) -> None:
 
 
 def _keep_optimizer(config: Config, optimizer: Optimizer) -> None:
-    """Let DeepSpeed use the user's optimizer although its state is offloaded."""
     config["zero_force_ds_cpu_optimizer"] = False
     kind = type(optimizer)
     offloads = _device(config["zero_optimization"].get("offload_optimizer")) != "none"
@@ -452,10 +447,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Fill in and check the batch sizes of a DeepSpeed configuration.
-
-    The data loaders determine the actual batch sizes. Raise `ConfigurationError` if the given values conflict.
-    """
+    # The data loaders determine the actual batch sizes.
     micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
     steps = config["gradient_accumulation_steps"]
     # train_batch_size = train_micro_batch_size_per_gpu x accumulation steps x processes.
@@ -626,11 +618,8 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Merge the arguments of `DeepSpeed` into the user's configuration.
-
-    Return the merged dict and the ZeRO stage. Raise `ConfigurationError` if an argument and the configuration set
-    different values, or an option is invalid.
-    """
+    # `given` is the user's configuration. The other arguments are options of `DeepSpeed`, which must not contradict it.
+    # The ZeRO stage is also returned.
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
     _set_option(zero, "zero_optimization.stage", "stage", stage)
@@ -712,7 +701,6 @@ def explain_rejection(config: Config) -> Iterator[None]:
 
 
 def _rejected_key(config: Config) -> str | None:
-    """Find the key that makes DeepSpeed reject a configuration, or return None."""
     from deepspeed import DeepSpeedConfig
 
     def is_read(given: Config) -> bool:
@@ -735,7 +723,6 @@ def _rejected_key(config: Config) -> str | None:
 
 
 def _keys_in(words: str, config: Any, path: str = "") -> list[str]:
-    """Find the configuration keys that an error message of DeepSpeed mentions."""
     found = []
     for key, value in config.items():
         here = f"{path}.{key}" if path else str(key)
@@ -818,10 +805,9 @@ class Settings:
 
     @property
     def clipping(self) -> float | None:
-        """Maximum gradient norm in the configuration, or None if it does not clip gradients."""
         return clipping_of(self.config)
 
     @property
     def without_training(self) -> Config:
-        """Copy of the configuration for models that are only evaluated."""
+        # For models that are only evaluated.
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

@@ -30,9 +30,9 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of which parameters had a gradient since the last DeepSpeed step.
+    """Record of which parameters had a gradient since the last step, because others must not change.
 
-    A step must leave the other parameters unchanged, as in plain PyTorch.
+    In plain PyTorch, a step leaves parameters without a gradient unchanged.
 
     Attributes:
         left_out: Number of steps without a gradient by parameter name.
@@ -60,10 +60,7 @@ class Participation:
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise an error if a parameter was unfrozen after `prepare`.
-
-        DeepSpeed would ignore it.
-        """
+        # DeepSpeed would ignore a parameter that was unfrozen after `prepare`.
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
@@ -75,10 +72,7 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters without a gradient on any process since the last step.
-
-        A collective call. The record is then cleared for the next step.
-        """
+        # A collective call. The record is cleared for the next step.
         # A gradient on any process is averaged over all, so that the parameter counts as used everywhere.
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
@@ -94,10 +88,6 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Warn about parameters that have a gradient again after steps without one.
-
-        Raise `ConfigurationError` if one of them was frozen during those steps.
-        """
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
             del self.left_out[name]
@@ -121,10 +111,7 @@ class Participation:
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Restart the record of missing gradients for a loaded checkpoint.
-
-        Parameters in `without_state` count as never stepped.
-        """
+        # Parameters in `without_state` count as never stepped.
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
@@ -156,7 +143,7 @@ def listed(names: list[str], most: int = 8) -> str:
 
 
 class TrainedModel:
-    """Prepared model with its DeepSpeed engine and optimizer.
+    """Model that `prepare` has given to DeepSpeed, with DeepSpeed's engine and the state of its gradients.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.
@@ -192,7 +179,7 @@ class TrainedModel:
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Return the model's parameters among given tensors, also inside flat ZeRO tensors."""
+        # `parameters` may contain flat ZeRO tensors, each of which holds several of the model's parameters.
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -214,7 +201,6 @@ class TrainedModel:
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Record that the engine has no accumulated gradients any more."""
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
@@ -222,10 +208,7 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine's optimizer, but leave parameters without gradients unchanged.
-
-        A collective call.
-        """
+        # A collective call. Parameters without a gradient stay unchanged, as in plain PyTorch.
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -254,10 +237,7 @@ class Engines:
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Destroy the engine from a model's earlier `prepare`.
-
-        Its hooks would affect the new engine.
-        """
+        # The hooks of the engine from an earlier `prepare` would affect the new engine.
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
@@ -299,13 +279,8 @@ class Engines:
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """Return the models that ran since the last backward pass.
-
-        Their DeepSpeed engines must join the next one.
-
-        They are in the order of their forward passes. If there are none, return only the model that was prepared last.
-        The record of forward passes is cleared.
-        """
+        # The models that ran since the last backward pass, in the order of their forward passes. Their engines must
+        # join the next one. If none ran, it is only the model that was prepared last.
         trainable = [trained for trained in self._trained if trained.groups]
         ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
         for trained in ran:
@@ -325,13 +300,12 @@ class EngineOptimizer(OptimizerProxy):
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """Optimizer inside the engine, given by the user or by the configuration."""
         trained: TrainedModel = self.trained
         return trained.layout.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups with the model's parameters in place of flat tensors."""
+        # The model's parameters in place of DeepSpeed's flat tensors.
         names = self.trained.groups
         parameters = self.trained.parameters
         return _FixedList(
@@ -384,10 +358,7 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
 
 
 class _FixedList(list[Any]):
-    """List of parameter groups that raises an error when changed.
-
-    DeepSpeed would ignore the change.
-    """
+    # DeepSpeed would ignore a change of the parameter groups.
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -446,7 +417,6 @@ def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients that a DeepSpeed engine holds by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 
@@ -472,8 +442,6 @@ def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: C
 
 
 class EngineGradients(Gradients):
-    """Reduction, scaling and clipping of gradients that DeepSpeed engines store."""
-
     def __init__(self, engines: Engines, topology: Topology) -> None:
         self._engines, self._topology = engines, topology
 
@@ -533,18 +501,13 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Apply a postponed scaling of gradients once their accumulation is complete."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which a backward pass adds to DeepSpeed's gradients.
-
-    It is needed for a second backward pass before a step with DeepSpeed's stages 1 and 2. Raise `ConfigurationError`
-    if gradients are offloaded.
-    """
+    # Needed for a second backward pass before a step with DeepSpeed's stages 1 and 2.
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()
     if trained.layout.offloads:

@@ -27,7 +27,9 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Access to the gradients, master weights and state in a DeepSpeed engine.
+    """Reader and writer of the gradients, master weights and optimizer state inside a DeepSpeed engine.
+
+    Each subclass serves one of the forms in which DeepSpeed's ZeRO stages store them.
 
     Attributes:
         replicated: True if each process holds full gradients, so that norms are not summed over processes.
@@ -47,7 +49,7 @@ class Layout(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the engine's stored gradients are multiplied, usually 1.0."""
+        # The engine's stored gradients are multiplied by this factor, usually 1.0.
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
@@ -64,36 +66,28 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def discard(self) -> None:
-        """Drop the engine's accumulated gradients without an optimizer step."""
+    def discard(self) -> None: ...
 
     @abstractmethod
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
-        """Gather the full master weight or optimizer state of a parameter.
-
-        A collective call. `key` names the state. None is the master weight.
-        """
+        # A collective call that gathers a full tensor. `key` names the optimizer state. None is the master weight.
+        ...
 
     @abstractmethod
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Set this process's part of a parameter's master weight or optimizer state.
-
-        `value` is the full tensor. `key` names the state. None is the master weight.
-        """
+        # `value` is the full tensor, of which this process's part is stored. `key` names the optimizer state. None is
+        # the master weight.
+        ...
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """Yield each tensor that DeepSpeed's optimizer steps, and the parameters in it.
-
-        At ZeRO stages 1 to 3, such a tensor is flat and contains parts of many parameters.
-        """
+        # Each tensor that DeepSpeed's optimizer steps, and the parameters in it. At ZeRO stages 1 to 3, the tensor is
+        # flat and contains parts of many parameters.
+        ...
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """Return this process's views of a parameter, its master weight and its state.
-
-        The keys are `""` for the parameter, None for the master weight, and the names of the state tensors. The dict is
-        empty if no views exist, for example with state on NVMe.
-        """
+        # The keys are `""` for the parameter, None for the master weight, and the names of the state tensors. The dict
+        # is empty if no views exist, for example with state on NVMe.
         return {}
 
     @contextmanager
@@ -113,13 +107,13 @@ class Layout(ABC):
                     part.zero_()  # created by this step
 
     def finish_window(self) -> None:
-        """Pass offloaded gradients to DeepSpeed's optimizer before a step."""
+        # Before a step, offloaded gradients are passed to DeepSpeed's optimizer.
+        ...
 
     def finish_step(self) -> None:
         """Zero the gradient buffers that DeepSpeed keeps after a step."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
-        """Return True if a parameter shares a step count with others, as in Adam."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
         return any(
@@ -131,10 +125,8 @@ class Layout(ABC):
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """Describe each parameter's optimizer state, as a dict by the parameter's `id`.
-
-        The values are the names of its tensors, which must be gathered, and a dict of the rest, such as step counts.
-        """
+        # By the parameter's `id`: the names of its state tensors, which must be gathered, and a dict of the rest, such
+        # as step counts.
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
             state = self.inner.state.get(holder, {})
@@ -146,11 +138,8 @@ class Layout(ABC):
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Allocate the engine's optimizer state for a checkpoint that is about to be loaded.
-
-        Args:
-            states: The saved state of each parameter, by the parameter's `id`. Values that are not tensors are copied.
-        """
+        # `states` holds the saved state of each parameter by the parameter's `id`. Values that are not tensors are
+        # copied.
         for holder, held in self.holders():
             saved = [states[id(parameter)] for parameter in held if id(parameter) in states]
             if not saved:
@@ -175,7 +164,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Layout of ZeRO stage 0 in full precision, with ordinary PyTorch objects."""
+    # ZeRO stage 0 in full precision, with ordinary PyTorch objects.
 
     replicated = True
 
@@ -214,7 +203,7 @@ class PlainLayout(Layout):
 
 
 class MasterLayout(PlainLayout):
-    """Layout of ZeRO stage 0 in low precision, with full float32 copies."""
+    # ZeRO stage 0 in low precision, with float32 copies of the full parameters.
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -240,7 +229,7 @@ class MasterLayout(PlainLayout):
 
 
 class FlatLayout(Layout):
-    """Layout of ZeRO stages 1 and 2, with one flat tensor per parameter group."""
+    # ZeRO stages 1 and 2, with one flat tensor for each parameter group.
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -425,7 +414,6 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """Return the `Layout` that fits a DeepSpeed engine."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

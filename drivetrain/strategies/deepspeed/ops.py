@@ -63,10 +63,6 @@ def is_built(name: str) -> bool:
 
 
 def check_locks(names: Sequence[str]) -> None:
-    """Raise an error if an interrupted build has left a lock.
-
-    DeepSpeed would wait for it forever.
-    """
     for name in names:
         lock = build_root() / name / "lock"
         if is_stale(lock):
@@ -78,7 +74,6 @@ def check_locks(names: Sequence[str]) -> None:
 
 
 def is_stale(lock: Path) -> bool:
-    """Return True if a build's lock file exists but no process holds it."""
     try:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
@@ -132,10 +127,6 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Choose torch's Adam on a CPU if DeepSpeed's Adam is not compiled.
-
-    Compiling it would take minutes.
-    """
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
@@ -191,11 +182,8 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def keep_adagrad(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager that keeps DeepSpeed from replacing an Adagrad optimizer.
-
-    DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
-    schedules would then have no effect, and a second group would break the engine.
-    """
+    # DeepSpeed 0.19 would replace an Adagrad optimizer by one that has default options and a single parameter group.
+    # Learning rate schedules would then have no effect, and a second group would break the engine.
     own: Any = type(optimizer)
     if not issubclass(own, torch.optim.Adagrad):
         yield
@@ -209,10 +197,7 @@ def keep_adagrad(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Create the state of an Adagrad optimizer for the engine's tensors.
-
-    Adagrad creates none when it steps.
-    """
+    # Adagrad creates no state when it steps.
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -229,7 +214,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """Process group that DeepSpeed shares with `torch.distributed` in a run.
+    """Process group that DeepSpeed and `torch.distributed` both use in a run, created if none exists.
 
     Without a process group, a group of this one process is created.
 
@@ -256,17 +241,11 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Drop the secondary process group of an earlier DeepSpeed model.
-
-        It would make the setup of a new model fail.
-        """
+        # The secondary process group of an earlier DeepSpeed model would make the setup of a new one fail.
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Make DeepSpeed forget the process group at the end of a run.
-
-        It is kept while another strategy uses it.
-        """
+        # The group is kept while another strategy uses it.
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return

@@ -27,10 +27,7 @@ _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class _Inert:
-    """Empty replacement for the classes in DeepSpeed's pickles.
-
-    Their code must not run when a checkpoint is read.
-    """
+    # Replaces the classes in DeepSpeed's pickles, whose code must not run when a checkpoint is read.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -87,10 +84,6 @@ class DeepSpeedShards:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the full parameters and buffers in the checkpoint by name.
-
-        Floating-point tensors are float32.
-        """
         first = self._models[0]
         found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
         # Stage 3 stores an empty tensor in place of each partitioned parameter.
@@ -141,7 +134,6 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and full tensor of each parameter in the checkpoint."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
@@ -166,7 +158,7 @@ class DeepSpeedShards:
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Cut the parameters out of the flat tensor of each parameter group, by name."""
+    # The parameters of a group follow each other in its flat tensor.
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
@@ -177,7 +169,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Join the parameters of ZeRO stage 3 from the flat tensors of all ranks, by name."""
+    # At ZeRO stage 3, the flat tensor of each rank holds an equal part of each parameter.
     start = 0
     for group in shapes:
         for name, shape in group.items():
@@ -211,7 +203,6 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Call `read` on a DeepSpeed checkpoint, with a clear error if it is damaged."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -133,12 +133,12 @@ class DeepSpeed(Configured):
 
     @property
     def config(self) -> configuration.Config:
-        """DeepSpeed configuration for the next `prepare`, before `"auto"` is filled in."""
+        """DeepSpeed configuration for the next prepared model, in which `"auto"` values are not filled in yet."""
         return self.settings.config
 
     @property
     def stage(self) -> int:
-        """ZeRO stage, from 0 to 3, that the next `prepare` uses."""
+        """ZeRO stage, from 0 to 3, with which DeepSpeed will shard the next prepared model."""
         return self.settings.stage
 
     @property
@@ -148,7 +148,7 @@ class DeepSpeed(Configured):
 
     @property
     def moe_layers(self) -> Sequence[str | type[nn.Module]]:
-        """Classes of modules whose parameters ZeRO-3 gathers together."""
+        """Classes of mixture-of-experts layers, for which ZeRO-3 gathers the parameters of all experts at once."""
         return self.settings.moe_layers
 
     # processes
@@ -254,7 +254,6 @@ class DeepSpeed(Configured):
             return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Prepare a model without an optimizer for DeepSpeed."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -331,10 +330,7 @@ class DeepSpeed(Configured):
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
-        """Make ZeRO-3 gather all parameters of each module in `moe_layers` together.
-
-        Processes may use different experts of a layer, but must gather the same parameters.
-        """
+        # Processes may use different experts of a layer, but must gather the same parameters.
         if not self.moe_layers or self.stage != 3:
             return
         classes = {type(module).__name__: type(module) for module in model.modules()}

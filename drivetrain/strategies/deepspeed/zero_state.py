@@ -27,16 +27,9 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """Gather a model's full state dict from its DeepSpeed engine.
-
-    A collective call. Only the chosen processes get the tensors.
-
-    Args:
-        trained: The model's engine.
-        masters: True to return float32 master weights in place of low-precision weights.
-        holder: Returns True for the position of a tensor that this process keeps. The others become meta tensors.
-        whole: True to move tensors to the CPU and leave out those that this process does not keep.
-    """
+    # A collective call. `holder` returns True for the position of a tensor that this process keeps. The others become
+    # meta tensors. `masters` returns float32 master weights in place of low-precision weights. `whole` moves tensors to
+    # the CPU and leaves out those that this process does not keep.
     state: State = {}
     seen: dict[int, Tensor | None] = {}
     for number, (name, value) in enumerate(trained.bare.state_dict(keep_vars=True).items()):
@@ -112,10 +105,7 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
 
 
 def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
-    """Gather the full optimizer state of a DeepSpeed engine by parameter name.
-
-    A collective call.
-    """
+    # A collective call. `holder` is that of `read_model`.
     known = trained.layout.shared_state()
     untouched = trained.participation.never_stepped
     state: State = {}
@@ -132,10 +122,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load an optimizer state, by parameter name, into a DeepSpeed engine.
-
-    Any strategy may have saved the state.
-    """
+    # Any strategy may have saved the state.
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -188,13 +175,8 @@ class ZeroState(ModelState):
         return getattr(parameter, "ds_numel", elements), trained
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Gather the full tensors of a model's state dict from all processes.
-
-        Each is stored on one rank, or all on rank 0 if `full` is set.
-
-        Unless `full` is set, float32 master weights replace low-precision weights, and each tensor gathered from all
-        processes is a meta tensor on all processes but one. No process then holds the whole state.
-        """
+        # Unless `full` is set, float32 master weights replace low-precision weights, and each tensor gathered from all
+        # processes is a meta tensor on all processes but one. No process then holds the whole state.
         trained = self._engines.find(model)
         if trained is None:
             return super().model(model, full, everywhere)
@@ -259,10 +241,7 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
 
 
 def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder of a DeepSpeed checkpoint, or raise an error if there is none.
-
-    Without a tag, it is the latest checkpoint in the directory, or the directory itself.
-    """
+    # Without a tag, it is the latest checkpoint in the directory, or the directory itself.
     found = deepspeed_folder(directory, tag)
     if found is None:
         raise CheckpointError(
