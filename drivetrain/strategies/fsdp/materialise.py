@@ -47,11 +47,8 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Take a model's parameter values out before FSDP shards the model.
-
-    Keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on the
-    CPU.
-    """
+    # The keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on
+    # the CPU.
     twins: dict[int, nn.Parameter] = {}
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
@@ -80,7 +77,7 @@ class Materialiser:
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Send a parameter's value from rank 0 to all processes, to store their shards."""
+        # All processes must call this: rank 0 sends the full value, and each process stores its shard.
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -161,7 +158,6 @@ def check_initialisable(model: nn.Module) -> None:
 
 
 def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """Return a module's own `reset_parameters` or similar function, or None."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
@@ -177,10 +173,7 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """Draw new initial values of a module's own parameters.
-
-    The module is unchanged.
-    """
+    # The module itself stays unchanged.
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -239,7 +232,6 @@ def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _files_of(place: Path) -> dict[str, Path]:
-    """Map each tensor name to the safetensors file that contains the tensor."""
     from safetensors import safe_open
 
     if place.is_dir():

@@ -90,7 +90,6 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the changed options as text for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -176,11 +175,8 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model gets other values
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model with FSDP and return it.
-
-        A model that is sharded already is returned unchanged. Models for evaluation are sharded too, since they may not
-        fit otherwise.
-        """
+        # A model that is sharded already is returned unchanged. Models for evaluation are sharded too, since they may
+        # not fit otherwise.
         known = self._placed_before(model, precision)
         if known is not None:
             return known
@@ -202,10 +198,6 @@ class ModelSharder:
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """Return a model that an earlier call has sharded, or None if it is unsharded.
-
-        Raise a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
-        """
         bare = self._unwrap(model)
         inside = bare.__dict__.get("__deepcopy__")
         known = inside.outer if isinstance(inside, sharding.ShardedInside) else None
@@ -237,7 +229,6 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard a model with `fully_shard`, first its units and then the whole."""
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)
@@ -389,12 +380,8 @@ class ModelSharder:
     # Parameter values
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Take out a model's values before sharding, if some ranks have none.
-
-        Returns None if all ranks have values.
-
-        If every process has built the model, rank 0's values are used, as in DDP.
-        """
+        # None if the values stay in the model. If every process has built the model, rank 0's values are used, as in
+        # DDP.
         if leaves_empty():
             return None
         here = any(parameter.is_meta for parameter in model.parameters())
@@ -452,10 +439,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """Device mesh of FSDP, which is created on first use.
-
-    Its dimensions are (shard,) or (replicate, shard).
-    """
+    # Created on first use. Its dimensions are (shard,) or (replicate, shard).
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size

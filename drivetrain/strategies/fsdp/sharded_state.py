@@ -19,8 +19,6 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 
 
 class ShardedState(ModelState):
-    """State dicts under FSDP, where each process holds a shard of each tensor."""
-
     held_as: HeldAs = "shards"
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -62,11 +60,8 @@ class ShardedState(ModelState):
 
     @contextmanager
     def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-        """Return a context in which a sharded model holds its full parameters.
-
-        The context yields the unwrapped model, which cannot run a forward pass. With `writeback`, changes are copied to
-        the shards on exit.
-        """
+        # The unwrapped model, which cannot run a forward pass here. With `writeback`, changes are copied to the shards
+        # on exit.
         self.reshard(model)
         bare = self.strategy.unwrap(model)
         with whole_parameters(bare, writeback):

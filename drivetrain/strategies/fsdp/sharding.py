@@ -31,10 +31,7 @@ from drivetrain.strategies.base import lay_out_state, move_in_place, needs_closu
 
 
 class BlockForward:
-    """Replacement for a block's `forward`, to recompute activations or to compile.
-
-    Unlike a wrapper module, it keeps the names in the state dict.
-    """
+    # Replaces `forward` instead of wrapping the module, so that names in the state dict stay the same.
 
     def __init__(
         self, block: nn.Module, recompute: bool, offload: bool, compile_options: dict[str, Any] | None
@@ -61,7 +58,6 @@ class BlockForward:
 def rewrite_blocks(
     recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
 ) -> None:
-    """Turn on activation checkpointing and `torch.compile` for blocks of a model."""
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
     for key, block in {**again, **fast}.items():
@@ -71,11 +67,8 @@ def rewrite_blocks(
 
 
 class NormInFull:
-    """Forward of a normalization layer, with parameters in float32.
-
-    Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs or
-    statistics (torch 2.13). Under autocast, inputs may have either dtype.
-    """
+    # Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs
+    # or statistics (torch 2.13). Under autocast, inputs may have either dtype.
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -106,7 +99,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """Attribute of a module that held a parameter before sharding."""
+    # Where a module held a parameter before sharding replaced it.
 
     module: nn.Module
     name: str
@@ -164,7 +157,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """Map the `id` of each old parameter to the one that sharding put in its place."""
+    # From the `id` of each old parameter to the one that sharding put in its place.
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -174,13 +167,8 @@ def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
 
 
 def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
-    """Make an optimizer step the sharded parameters in place of the old ones.
-
-    Its state is sharded in the same way.
-
-    `now` maps the `id` of a replaced parameter to its shard. The optimizer and its groups stay the same objects,
-    because learning rate schedulers hold them.
-    """
+    # `now` maps the `id` of a replaced parameter to its shard. The optimizer and its groups stay the same objects,
+    # because learning rate schedulers hold them.
     for group in optimizer.param_groups:
         group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [known for known in optimizer.state if id(known) in now]:
@@ -215,17 +203,13 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
 
 
 class ReplacedParameters:
-    """Registry of old parameters, to find optimizers that still step them after sharding.
-
-    Parameters are held by reference, because Python may reuse the `id` of a freed one.
-    """
+    # Parameters are held by reference, because Python may reuse the `id` of a freed one.
 
     def __init__(self) -> None:
         self._gone: dict[int, ReferenceType[nn.Parameter]] = {}
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """Make optimizers step the new parameters of a model that was sharded."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -254,7 +238,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments of `fully_shard` for one module, kept for its copies.
+    """Arguments of a `fully_shard` call, stored on the module so that its copies can be sharded alike.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
@@ -278,11 +262,8 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return the sharding arguments for a model's outermost module.
-
-        `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
-        otherwise.
-        """
+        # `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
+        # otherwise.
         resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
         whole = self.whole if whole is None else whole
         return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
@@ -346,11 +327,8 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
-    """Pre-forward hook that allocates full parameters outside of inference mode.
-
-    Torch keeps these tensors, and cannot train with tensors created in inference mode (torch 2.13). Otherwise, a
-    validation before the first training step would break the run.
-    """
+    # Torch keeps the full parameters, and cannot train with tensors created in inference mode (torch 2.13). Otherwise,
+    # a validation before the first training step would break the run.
     if not torch.is_inference_mode_enabled():
         return
     with torch.inference_mode(False), torch.no_grad():
@@ -385,7 +363,6 @@ def _records_of(unit: Any) -> list[Any]:
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Replace this process's shard of a parameter in FSDP's `FSDPParam` object."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -396,7 +373,6 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Allocate uninitialized memory for a model's shards on the meta device."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.sharded_param.is_meta:
@@ -409,7 +385,6 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise an error if an unfreeze makes an FSDP unit train mixed dtypes."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -431,7 +406,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gathered parameters for given shards, as `backward(inputs=...)` needs."""
+    # `backward(inputs=...)` needs gathered parameters in place of their shards.
     gathered = {
         id(one.sharded_param): one._unsharded_param
         for model in models
@@ -467,7 +442,6 @@ def discard_held_gradients(model: nn.Module) -> None:
 
 
 def take_shards_on_load(model: nn.Module) -> None:
-    """Make a sharded model's `load_state_dict` accept full tensors."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
@@ -519,7 +493,7 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """`__deepcopy__` of a module that FSDP has sharded inside of a wrapper."""
+    # Replaces `__deepcopy__` of a module that FSDP has sharded inside of a wrapper.
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer

@@ -85,10 +85,7 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
 
 
 def _sharding_and_local_part(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """Return how a gradient is sharded, and this process's part of it.
-
-    The first value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
-    """
+    # The first value is a pair of the mesh and its sharded dimensions, or None for an unsharded gradient.
     if not isinstance(gradient, DTensor):
         return None, gradient
     if any(isinstance(placement, Partial) for placement in gradient.placements):
@@ -100,10 +97,7 @@ def _sharding_and_local_part(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """Return the sum of |g|^p over gradients that are sharded alike.
-
-    For infinite p, return their maximum.
-    """
+    # For infinite `p`, the largest absolute value in place of the sum of powers.
     held = [each for each in locals_ if each.numel()]
     device = locals_[0].device
     # Every process must choose the same dtype for the all-reduce, even without elements of its own.
@@ -199,11 +193,10 @@ def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | No
 
 
 class Placer(Protocol):
-    """Protocol of the object that shards or moves models for an FSDP strategy."""
-
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Averaging hooks for the parameters that FSDP does not shard, by model."""
+        # By model, for the parameters that FSDP does not shard.
+        ...
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Return a context manager in which to construct a model."""
@@ -337,7 +330,7 @@ class FSDP(Strategy):
         state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Set this process's topology and the object that shards models.
+        """Set the object that shards models, and the rank and data share of this process, when a run begins.
 
         Args:
             topology: The position of this process in the run.
@@ -409,10 +402,7 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of a scalar tensor over all processes.
-
-    All processes must call this.
-    """
+    # All processes must call this.
     largest: torch.Tensor = reduce(flag, "max")
     return largest
 

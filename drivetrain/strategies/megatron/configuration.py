@@ -71,14 +71,10 @@ class MegatronOptions:
 
     @property
     def chunks(self) -> int:
-        """Number of model chunks on each process.
-
-        It is above 1 if `virtual_pipeline` interleaves the stages.
-        """
+        # Above 1 if `virtual_pipeline` interleaves the stages.
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """Return a rank's position in the device mesh of the parallel sizes."""
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
@@ -100,7 +96,7 @@ class MegatronOptions:
 
     @property
     def asked(self) -> str:
-        """Parallel sizes above 1, as text for error messages."""
+        # For error messages.
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
         return " x ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1) or "Megatron()"
 
@@ -111,7 +107,6 @@ def factors(number: int) -> list[int]:
 
 
 def check_fits(what: str, size: int, argument: str, parts: int) -> None:
-    """Raise an error if a size of the model is no multiple of the number of processes."""
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
@@ -157,7 +152,6 @@ def low_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """Return a `TransformerConfig` with the run's parallel sizes and dtypes."""
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -257,7 +251,6 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
 
 
 def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Return megatron-core's `DistributedDataParallelConfig` for a run."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     _check_names("ddp", options.ddp, DistributedDataParallelConfig)
@@ -496,7 +489,6 @@ class MegatronGroups:
         return group
 
     def leave(self) -> None:
-        """Destroy megatron-core's process groups, unless a later strategy has replaced them."""
         if PartialState.registry().get(_OWNER) is self:
             del PartialState.registry()[_OWNER]
             self._state.destroy_model_parallel()
@@ -508,10 +500,7 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Context manager that seeds the initial values of a model.
-
-        Replicas are equal and shards differ.
-        """
+        # Replicas of a model get equal values, and shards different ones.
         generator = own_generator("megatron")
         # Without a seed, processes draw different numbers, so all take rank 0's. Later draws need no communication.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
@@ -524,7 +513,7 @@ class MegatronGroups:
             yield
 
     def begin_window(self) -> None:
-        """Reseed megatron-core's dropout before an optimizer step, to repeat it on resume."""
+        # A new seed for dropout in each optimizer step, so that a resumed run repeats the steps.
         if self._generator is None:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))

@@ -27,7 +27,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """Local parameter or buffer, and its position in a tensor of the full model.
+    """Parameter or buffer on this process, and its position in the tensor of the unsharded model.
 
     Attributes:
         name: The name of the full tensor.
@@ -44,14 +44,10 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Split a local tensor into views, each with its position in the full tensor.
-
-        `like` has the local shape.
-        """
+        # Views of `like`, which has the local shape, each with its position in the full tensor.
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of the full tensor `whole` into the local tensor `like`."""
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
                 f"Shape mismatch for {self.name!r}: {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
@@ -91,7 +87,6 @@ class Layout:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
-        """Return the `Entry` of a local parameter or buffer, or None if it is unknown."""
         return self._by_tensor.get(id(tensor))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -99,7 +94,7 @@ class Layout:
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """Choose the rank that stores a full tensor, so that ranks take turns."""
+        # Ranks take turns to store full tensors.
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -108,13 +103,8 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Gather full tensors by name, each on the CPU of one rank.
-
-        Other ranks get meta tensors. A collective call.
-
-        `holder` chooses the rank that stores a tensor, from its name and the ranks with parts of it. Default:
-        `rotating`.
-        """
+        # A collective call. Each full tensor is on the CPU of one rank, and a meta tensor on other ranks. `holder`
+        # chooses the rank from the tensor's name and the ranks with parts of it.
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}
         own: dict[str, list[Entry]] = {}
@@ -147,7 +137,6 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of the full tensor behind a local one."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 
@@ -173,10 +162,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
 
 
 def _name_in_full_model(local: str, key: str, renumbered: dict[str, str]) -> str:
-    """Return the name that a tensor of this pipeline stage has in the full model.
-
-    A weight that is tied to the embedding gets the embedding's name.
-    """
+    # A weight that is tied to the embedding gets the embedding's name.
     if key.endswith("embedding.word_embeddings.weight"):
         return key
     for before, after in renumbered.items():

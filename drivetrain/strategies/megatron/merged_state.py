@@ -37,22 +37,15 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Raise an error, because in-place changes would be overwritten.
-
-        Megatron-core's optimizer writes its master weights to the parameters.
-        """
+        # Megatron-core's optimizer writes its master weights to the parameters.
         raise ConfigurationError(
             "Megatron-core keeps the trained weights in its optimizer, so they cannot be changed in place during a "
             'run. Use strategy="fsdp" or Parallel to shard the model.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Gather the full tensors of a model's state dict from all processes.
-
-        Each is stored on one rank, or all on rank 0 if `full` is set. Unless `full` is set, float32 master weights
-        replace low-precision weights, and tensors that another process stores are on the meta device. No process then
-        holds the full model.
-        """
+        # Unless `full` is set, float32 master weights replace low-precision weights, and tensors that another process
+        # stores are on the meta device. No process then holds the full model.
         placed = self._models.require(model)
         if full:
             return self._full(placed)
@@ -185,10 +178,7 @@ def _local(entry: Entry, whole: Tensor) -> Tensor:
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """Gather the names of the full model's parameters in each parameter group.
-
-    A collective call.
-    """
+    # A collective call.
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups
@@ -232,10 +222,7 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Load a checkpoint in megatron-core's own format.
-
-    A collective call. It may be written with other parallel sizes.
-    """
+    # A collective call. The checkpoint may be written with other parallel sizes.
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):

@@ -32,29 +32,13 @@ class MegatronProgram(Protocol):
 
     chunks: list[nn.Module]
 
-    def transformer_config(self) -> Any:
-        """Return the model's `TransformerConfig`.
-
-        The strategy sets the parallel sizes in a copy of it.
-        """
+    def transformer_config(self) -> Any: ...
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
-    ) -> nn.Module:
-        """Build and return the chunk of the model that one pipeline stage runs.
+    ) -> nn.Module: ...
 
-        Args:
-            pre_process: True if the chunk begins with the embedding.
-            post_process: True if the chunk ends with the output layer.
-            vp_stage: The index of the chunk on this process, or None if stages are not interleaved.
-            config: The `TransformerConfig` with the parallel sizes.
-        """
-
-    def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run a model chunk on the iterator's next batch.
-
-        Returns its output and a function that computes the loss.
-        """
+    def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]: ...
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
         """Return the number of rows and the sequence length of a batch."""
@@ -99,10 +83,6 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """The model's `MegatronTask`.
-
-        Raises `ConfigurationError` if the task is of another class.
-        """
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, so it has no forward_step. Subclass MegatronTask.",
@@ -111,7 +91,7 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Average the model's accumulated gradients over data-parallel processes."""
+        # Called by megatron-core's schedule, as `finalize_model_grads_func`.
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
@@ -126,7 +106,6 @@ class PlacedModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """Return the accumulated gradients in megatron-core's buffers."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
@@ -141,7 +120,7 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Add a prepared model. It replaces the entry of an earlier `prepare` of the same model."""
+        # Replaces the entry of an earlier `prepare` of this model.
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
@@ -156,7 +135,6 @@ class PlacedModels:
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """Return the `PlacedModel` of a module, or raise an error if there is none."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} is not prepared. Pass it to Accelerator.prepare() first.")
@@ -171,7 +149,7 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """Raised to leave a task's step after a model chunk that computes no loss."""
+    # Raised to leave a task's step after a model chunk that computes no loss.
 
     def __init__(self, output: Any) -> None:
         super().__init__("the step of a stage without the loss")
@@ -179,18 +157,13 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """Model chunk of this process that a task's step must run now."""
+    # The model chunk that a task's step must run now, or None outside of steps.
 
     chunk: nn.Module | None = None
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run a task's `forward_step` on the current model chunk.
-
-        Returns the output and the loss function.
-
-        Raise `StageEnded` if the chunk does not compute the loss.
-        """
+        # Raises `StageEnded` if the chunk does not compute the loss.
         if self.chunk is None:
             raise ConfigurationError(
                 f"{type(program).__name__} runs its model outside of a step. Run it within training_step, "
@@ -202,10 +175,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a task's step on one model chunk.
-
-        Returns `(result, None)` for the last chunk, and `(None, output)` for others.
-        """
+        # `(result, None)` for the last chunk, and `(None, output)` for others.
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -222,8 +192,6 @@ class CurrentChunk:
 
 
 class Schedule:
-    """Runner of forward and backward passes in megatron-core's pipeline schedule."""
-
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -285,10 +253,7 @@ class Schedule:
         return outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Store the loss of the current micro-batch.
-
-        The pipeline schedule computes its gradients later.
-        """
+        # The pipeline schedule computes the gradients later.
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         # The schedule frees an output after sending it, which must not free the loss.
@@ -374,10 +339,7 @@ class Evaluation(nn.Module):
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run an evaluation step on all pipeline stages.
-
-        Returns the result on the last stage, and None on others.
-        """
+        # None on all stages but the last.
         return self._run(step, batch, *args)
 
 
@@ -390,7 +352,6 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Convert a megatron-core loss function's value to a step result and a log dict."""
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(
@@ -407,7 +368,6 @@ class MegatronRuntime:
         return total / tokens.clamp(min=1), report
 
     def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch with only this process's part of each sequence."""
         if self._config().context_parallel_size == 1:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank

@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """Optimizer that `prepare` returns, and that steps megatron-core's optimizer."""
+    # `prepare` returns this in place of the user's optimizer. Its steps are those of megatron-core's optimizer.
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -40,7 +40,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """Optimizer state by the tensor that megatron-core's optimizer steps."""
+        # By the tensors that megatron-core's optimizer steps, not by the model's parameters.
         return self.inner.state
 
     @state.setter
@@ -58,17 +58,13 @@ class MegatronOptimizerFront(OptimizerProxy):
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Unscale gradients for megatron-core's optimizer.
-
-        Returns True on overflow. Further calls before the step only return the result of the first.
-        """
+        # True on overflow. Further calls before the step only return the result of the first.
         if self.overflowed is None:
             self.__dict__["overflowed"] = bool(self.inner.prepare_grads())
         found: bool = self.overflowed
         return found
 
     def stepped_parameters(self) -> list[Tensor]:
-        """Return the tensors that megatron-core's optimizer updates on this process."""
         return [parameter for part in self.parts for parameter in part.get_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -101,11 +97,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 def make_optimizer(
     optimizer: Optimizer, placed: PlacedModel, options: MegatronOptions, low: torch.dtype | None
 ) -> MegatronOptimizerFront:
-    """Create megatron-core's optimizer from the user's torch optimizer.
-
-    A collective call. Raises `ConfigurationError` if the optimizer does not hold exactly the trained parameters of the
-    model.
-    """
+    # A collective call.
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -248,7 +240,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor that megatron-core's optimizer updates for one model parameter.
+    """Tensor or shard that megatron-core's optimizer updates in place of one of the model's parameters.
 
     Attributes:
         part: The megatron-core optimizer that steps it.
@@ -262,12 +254,11 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group over which the optimizer shards the parameter, or None."""
         return None if self.start is None else self.part.data_parallel_group
 
 
 class ParameterState:
-    """Reader and writer of megatron-core's optimizer state of each parameter."""
+    """Reader and writer of each parameter's master weight and state in megatron-core's optimizer."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -280,7 +271,6 @@ class ParameterState:
                 self._whole.update({id(p): part for p in part.get_parameters()})
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Return True if megatron-core's optimizer updates the parameter."""
         main = getattr(parameter, "main_param", parameter)
         return id(parameter) in self._distributed or id(main) in self._whole
 
@@ -298,7 +288,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """Return the names of optimizer state, and whether each has the parameter's size."""
+        # Whether each kind of optimizer state has the parameter's size.
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -319,10 +309,7 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Allocate optimizer state as megatron-core's first step does.
-
-        A checkpoint is then loaded into it.
-        """
+        # A checkpoint is loaded into the state, which megatron-core otherwise creates in its first step.
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue
@@ -335,13 +322,8 @@ class ParameterState:
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """Gather a parameter's full master weight or optimizer state in float32.
-
-        `key` names the state. None is the master weight. A collective call of the processes that step the parameter
-        together.
-
-        Without a `key`, it is the master weight.
-        """
+        # `key` names the state. None is the master weight. A collective call of the processes that step the parameter
+        # together.
         stepped = self.find(parameter)
         value: Tensor | None = stepped.main
         if value is not None and key is not None:
@@ -358,10 +340,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Set this process's part of a parameter's master weight or optimizer state.
-
-        `key` names the state. None is the master weight. `value` is a full tensor.
-        """
+        # `key` names the state. None is the master weight. `value` is a full tensor.
         stepped = self.find(parameter)
         if stepped.main is None:
             return
@@ -374,7 +353,6 @@ class ParameterState:
             stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
 
     def write_steps(self, steps: float) -> None:
-        """Set the optimizer's step count for all parameters."""
         for part in self._front.parts:
             inner = part.optimizer
             for group in inner.param_groups:

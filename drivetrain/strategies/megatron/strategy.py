@@ -185,10 +185,7 @@ class Megatron(Strategy):
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which model replicas start equal and shards differ.
-
-        Replicas start equal, and shards differ.
-        """
+        """Return a context for building a model: replicas get equal random weights, shards different ones."""
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
@@ -376,9 +373,9 @@ class Megatron(Strategy):
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Load a checkpoint that `save_native` wrote, under the same or other parallel sizes.
+        """Load a checkpoint in megatron-core's own format, which `save_native` wrote, into a prepared model.
 
-        A collective call.
+        A collective call. The run that saved the checkpoint may have had other parallel sizes.
 
         Args:
             model: A prepared model.
