@@ -186,7 +186,7 @@ def available_strategies() -> list[str]:
 
 
 def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKind | None = None) -> Strategy:
-    """Return the strategy that a name such as `"fsdp"` stands for.
+    """Turn a `strategy` argument such as `"fsdp"` or `"auto"` into a `Strategy` object.
 
     Args:
         spec: A registered name, a `Strategy`, or `"auto"`, which selects `"ddp"` for several processes and `"single"`
@@ -224,7 +224,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return a strategy that starts processes for each call of the trainer, or None.
+    """Return the strategy for `spec` if it starts processes in each call such as `Trainer.fit`, else None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.
@@ -236,9 +236,7 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a `DDP` strategy with the given options.
-
-    A run with one process gets the default strategy.
+    """Return a `DDP` strategy with `options`, or the default strategy in a run with one process.
 
     Args:
         spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.

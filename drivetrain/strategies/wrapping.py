@@ -120,10 +120,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return the modules that are large enough for FSDP to shard separately.
-
-    `least` counts parameters outside of other returned modules.
-    """
+    # `least` counts parameters outside of other returned modules.
     if least < 1:
         raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -148,10 +145,7 @@ def classes_of(model: nn.Module) -> str:
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the FSDP units that share no parameters with other modules.
-
-    Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
-    """
+    # Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     left = list(units)
     while True:
         owner = _owners(model, left)
@@ -170,7 +164,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Map each parameter's `id` to the innermost FSDP units that contain it."""
+    # A tied parameter may have several innermost units.
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

@@ -62,10 +62,7 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Number of equal chunks into which each sequence is cut.
-
-        Each process holds one, or two for balance.
-        """
+        # Each process holds one chunk of a sequence, or two for balance.
         return 2 * self.count if self.balanced else self.count
 
     @property
@@ -74,7 +71,6 @@ class SequenceShard:
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this process's part of a tensor of full sequences, split along `dim`."""
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
@@ -140,10 +136,7 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Context manager that replaces tensors' data by this process's part of sequences.
-
-    Afterwards the buffers have their full data again, except those in `keep`.
-    """
+    # Afterwards, the buffers have their full data again, except those in `keep`.
     if len(buffers) != len(dims):
         raise ConfigurationError(
             f"buffer_seq_dims must list one dimension for each buffer, but there are {len(buffers)} buffers and "
@@ -184,12 +177,7 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise `ConfigurationError` if no attention ran in this context.
-
-        `since` is the earlier value of the counter `calls`.
-
-        Without such a call, tokens would not see those on other processes.
-        """
+        # `since` is an earlier value of the counter `calls`.
         if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
@@ -276,10 +264,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Compute gradients without leaving the context that replaces attention.
-
-    Torch's own function is seen by function modes, and each such call would leave the attention context.
-    """
+    # Function modes see torch's own function, and each call of it would leave the attention context.
     chosen = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     seeds = torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)
     keep = create_graph if retain_graph is None else retain_graph
@@ -299,7 +284,6 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention of this process's queries over all processes' keys and values."""
     if isinstance(query, DTensor):
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:
@@ -337,10 +321,7 @@ def attend(
 
 
 def _aligned_to_the_last(size: int, seen: int) -> Tensor:
-    """Return a causal attention mask for queries that are the last `size` of `seen` tokens.
-
-    The dispatch modes are disabled, because torch 2.13 cannot create the mask within one.
-    """
+    # The dispatch modes are disabled, because torch 2.13 cannot create the mask within one.
     if torch.compiler.is_compiling():
         return causal_lower_right(size, seen)
     with _disable_current_modes():
@@ -366,7 +347,6 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
 
 
 def active_shard() -> SequenceShard | None:
-    """Return the part of sequences in the active attention context, or None."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for mode in reversed(modes):
         if isinstance(mode, SharedAttention):
@@ -395,20 +375,17 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class Sequences:
-    """Context parallelism over one process, which leaves sequences whole."""
+    # Without context parallelism, sequences stay whole. `SplitSequences` splits them.
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers hold this process's part of sequences."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Wrap a model so that it gets this process's part of each sequence."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention covers all processes' tokens."""
         return nullcontext()
 
     def shard_batch(self, batch: Any) -> Any:
@@ -451,10 +428,7 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Module that runs steps on this process's part of each sequence.
-
-    It is called as `module(step, batch, ...)`.
-    """
+    # Called as `module(step, batch, ...)`.
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
@@ -465,7 +439,6 @@ class SequenceStep(nn.Module):
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step on this process's part of a batch of full sequences."""
         own = self._split(batch)
         before = self._attention.calls
         with self._attention.entered():

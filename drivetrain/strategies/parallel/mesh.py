@@ -109,10 +109,7 @@ class MeshPlace:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank at mesh coordinates such as `pp=0, tp=1`.
-
-        Missing coordinates are those of this process.
-        """
+        # Missing coordinates are those of this process.
         at, rank = {**self.coordinates(), **coordinates}, 0
         for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
             rank = rank * size + at[name]
@@ -139,21 +136,15 @@ class MeshPlace:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Ranks whose samples are counted, one for each shard of the dataset.
-
-        Each is the process that computes losses and has index 0 along `cp` and `tp`.
-        """
+        # One for each shard of the dataset: the process that computes losses and has index 0 along `cp` and `tp`.
         last = self._last
         shards = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=0, tp=0) for r, s in shards)
 
     @property
     def value_ranks(self) -> tuple[int, ...]:
-        """Ranks whose logged values count in metrics.
-
-        Together, these ranks process the global batch exactly once. Each context-parallel part of a sequence counts.
-        Tensor-parallel copies do not.
-        """
+        # Together, these ranks process the global batch exactly once. Each context-parallel part of a sequence counts.
+        # Tensor-parallel copies do not.
         last = self._last
         parts = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard), range(self.sizes.cp))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=c, tp=0) for r, s, c in parts)
@@ -175,7 +166,7 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
 
 
 def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
-    """Flatten the named dimensions of a mesh to one, or return None if it has none."""
+    # Flattens the named dimensions to one. None if the mesh has none of them.
     present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
     if mesh is None or not present:
         return None

@@ -139,7 +139,7 @@ class Parallel(Strategy, SplitsSequences):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Create the device mesh, and set up parallelism along its dimensions.
+        """Arrange the processes in a device mesh, and set up each kind of parallelism, when a run begins.
 
         All ranks must call this method.
 
@@ -210,9 +210,14 @@ class Parallel(Strategy, SplitsSequences):
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors hold this process's part of each sequence.
+        """Return a context in which tensors of full sequences hold only this process's part of each sequence.
 
         Within the context, attention covers the tokens of all context-parallel processes.
+
+        Args:
+            buffers: The tensors, whose data is replaced until the context ends.
+            seq_dims: The dimension of each tensor along which its sequences are split.
+            keep: Tensors in `buffers` that keep this process's part when the context ends.
         """
         return self.sequences.split(buffers, seq_dims, keep)
 

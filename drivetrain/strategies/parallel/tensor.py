@@ -91,18 +91,13 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlanMatch:
-    """Submodule that is split over tensor-parallel processes."""
-
     name: str
     module: nn.Module
     style: ParallelStyle
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split layers of a module over processes, in place, by a tensor-parallel plan.
-
-    Return the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
-    """
+    # Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
     register_attention_sharding()
     root, matches = _matches(module, plan)
     _check_sizes(module, matches, mesh.size())
@@ -130,15 +125,12 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """Return the submodules that a tensor-parallel plan splits."""
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
 
 
 def whole_outputs_without_gradients(module: nn.Module) -> None:
-    """Make a module return full tensors while gradients are disabled."""
-
     def make_whole(module: nn.Module, inputs: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
             return output
@@ -163,10 +155,7 @@ class _AddUp:
 
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
-    """Find the submodules that a tensor-parallel plan splits.
-
-    Also returns the module to which the names in the plan are relative.
-    """
+    # Also returns the module to which the names in the plan are relative.
     # A plan may have been written for the inner model, whose names lack up to two leading components.
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
@@ -217,7 +206,6 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
 
 
 def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> None:
-    """Raise an error if layer sizes or heads cannot be split evenly."""
     modules = dict(module.named_modules())
     for match in matches:
         for what, size in _split_sizes(match):
@@ -260,7 +248,7 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Tie parameters again that splitting the layers has separated."""
+    # `before` has the parameters by name, as they were before the layers were split.
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in before.items():
         groups[id(parameter)].append(name)
@@ -304,14 +292,13 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 
 
 class CopyCheck:
-    """Check that tensor-parallel copies of a parameter have equal gradients."""
+    # Parameters that are not split must have equal gradients on all tensor-parallel processes.
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self._mesh = mesh
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise an error if a parameter's gradients differ between tensor-parallel processes."""
         copies = [
             (self._names.get(id(parameter), "?"), parameter.grad)
             for group in optimizer.param_groups
@@ -408,10 +395,6 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_one_by_one(optimizer: Optimizer) -> None:
-    """Set `foreach=False` for groups of both DTensors and plain tensors.
-
-    Torch cannot step these together.
-    """
     for group in optimizer.param_groups:
         chosen = group.get("foreach", False) is not None or group.get("fused")
         if not chosen and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
@@ -422,19 +405,16 @@ def step_one_by_one(optimizer: Optimizer) -> None:
 
 
 class Layers:
-    """Tensor parallelism over one process, which leaves layers whole."""
+    # Without tensor parallelism, layers stay whole. `SplitLayers` splits them.
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split the model's layers over tensor-parallel processes.
-
-        Modules whose `id` is in `elsewhere` are left out.
-        """
+        # Modules whose `id` is in `elsewhere` are left out.
+        ...
 
     def begin(self, model: nn.Module) -> None:
-        """Give tensor-parallel processes equal random state, so that dropout agrees.
-
-        Also let `F.cross_entropy` accept logits that are sharded by class, if `loss_parallel` is set.
-        """
+        # Tensor-parallel processes get equal random state, so that dropout agrees. If `loss_parallel` is set,
+        # `F.cross_entropy` accepts logits that are sharded by class.
+        ...
 
     def check(self, optimizer: Optimizer) -> None:
         """Check at the first step that replicated parameters have equal gradients."""

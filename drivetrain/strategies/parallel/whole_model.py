@@ -23,7 +23,7 @@ _MEMORY = "_placed_as"
 
 
 class WholeModelPlacer:
-    """Placer of unsharded models, which starts all processes with equal weights."""
+    # All processes start with equal weights.
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """Return the module that an earlier `prepare` of a model returned, or None."""
+    # What an earlier `prepare` of this model returned, for processes of the same sizes.
     known, before = bare.__dict__.get(_MEMORY, (None, None))
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]

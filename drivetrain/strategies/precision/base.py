@@ -85,7 +85,7 @@ class Precision:
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make all processes skip an optimizer step if gradients overflow on any of them.
+        """Use `largest`, a maximum over processes, to skip a step on all of them if gradients overflow on any.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 
@@ -97,9 +97,7 @@ class Precision:
         """Divide an optimizer's gradients by the loss scale."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Run an optimizer's step.
-
-        Returns False if it was skipped because a gradient overflowed.
+        """Step an optimizer. A subclass with loss scaling skips the step if gradients have overflowed.
 
         Args:
             optimizer: The optimizer.

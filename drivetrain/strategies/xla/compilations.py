@@ -73,10 +73,7 @@ class Compilations:
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Record the end of a batch, for the count of compilations.
-
-        Outside of training, warn if XLA compiles for every batch.
-        """
+        # Outside of training, warns if XLA compiles for every batch.
         if self._stepped:
             self._stepped = False
             # The step has counted its own compilations.
@@ -96,8 +93,6 @@ class Compilations:
 
 
 class _Watched:
-    """Recent steps or batches: their tensor shapes, and whether XLA compiled."""
-
     def __init__(self, seen: int) -> None:
         self.seen = seen
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
@@ -111,7 +106,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """Return the name and shape of each tensor in a nested batch."""
+    # `name` is the prefix of the tensor names.
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):

@@ -60,11 +60,8 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradient operations that average over several XLA processes.
-
-    XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
-    averaged gradients, so several backwards of a step may each do it.
-    """
+    # XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not
+    # change averaged gradients, so several backwards of a step may each do it.
 
     def __init__(self, processes: int) -> None:
         # A dict, because a set has no order and all processes must reduce in the same order.
@@ -81,11 +78,9 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Average a model's gradients over all processes from now on."""
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models over processes, unless within `no_sync`."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
@@ -111,7 +106,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of an XLA device mesh, by replicas, shards and split layers."""
+    # Numbers of replicas of the model, of shards, and of parts of a split layer.
 
     data: int = REST
     shard: int = 1
@@ -161,20 +156,14 @@ class DeviceMesh:
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Distribute a tensor over the devices in place.
-
-        `spec` is the mesh axis for each dimension, or None.
-        """
+        # `spec` is the mesh axis for each dimension, or None.
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Distribute a parameter over the devices in place.
-
-        `spec` is the mesh axis for each dimension, or None.
-        """
+        # `spec` is the mesh axis for each dimension, or None.
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -188,7 +177,7 @@ class DeviceMesh:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Distribute optimizer state over the devices as its parameter is."""
+        # A parameter's optimizer state is sharded as the parameter is.
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
@@ -198,17 +187,14 @@ class DeviceMesh:
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return XLA's description of how a tensor is sharded, or an empty text."""
+        # XLA's own description. Empty if the tensor is not sharded.
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Choose the dimension along which to shard a parameter.
-
-    Returns a mesh axis or None for each dimension. The largest dimension that the number of devices divides is chosen,
-    or else the largest. `taken` contains axes that are already assigned, for example by tensor parallelism.
-    """
+    # A mesh axis or None for each dimension. The largest dimension that the number of devices divides is chosen, or
+    # else the largest. `taken` contains axes that are already assigned, for example by tensor parallelism.
     spec = list(taken or [None] * len(shape))
     free = [dim for dim, axis in enumerate(spec) if axis is None]
     if devices == 1 or not free:
@@ -224,10 +210,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Placement of batches on XLA devices.
-
-    Before each transfer, the computation recorded so far is started.
-    """
+    # Before each transfer, the computation recorded so far is started.
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
@@ -335,10 +318,7 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return the mesh axes along which a tensor-parallel plan splits parameters.
-
-    For each name, there is an axis or None per dimension.
-    """
+    # By parameter name: a mesh axis or None for each dimension.
     if devices == 1 or plan is None:
         return {}
     from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model
@@ -626,7 +606,6 @@ class Rounding:
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Return the rounding for the options `downcast_bf16` and `use_bf16`."""
         if downcast and use:
             raise ConfigurationError("downcast_bf16=True and use_bf16=True cannot be combined. Use only one.")
         if use:
@@ -636,10 +615,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set torch_xla's environment variable for rounding, before XLA starts.
-
-        Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
-        """
+        # torch_xla reads the variable only when the XLA runtime starts.
         if self.variable is None or os.environ.get(self.variable) == "1":
             return
         if xla.is_started():
@@ -650,10 +626,6 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise an error unless the precision is `"bf16"`.
-
-        Warns if torch_xla does not round floats as the user has chosen.
-        """
         if self.variable is None:
             return
         if precision != "bf16":

@@ -59,10 +59,7 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """Look up a pipeline schedule by name.
-
-    Returns the schedule and its number of stages on each process.
-    """
+    # The schedule, and its number of stages on each process.
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
@@ -95,7 +92,6 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Allocate buffers for the tensors that a pipeline stage receives in a step."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -185,7 +181,6 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward of all micro-batches in a pipeline schedule's order."""
         schedule = self._schedule(len(routes))
         # Buffers are reused as long as the shapes stay the same.
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
@@ -285,7 +280,7 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Create pipeline options from arguments of `Parallel` without their prefix."""
+        # `given` has the arguments of `Parallel` without their prefix `pp_`.
         allowed = [f"pp_{field.name}" for field in fields(cls)]
         for name in given:
             if f"pp_{name}" not in allowed:
@@ -300,7 +295,6 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """Return the assignment of pipeline stages to `ranks` processes under these options."""
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:
@@ -313,7 +307,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Assignment of pipeline stages to processes."""
+    # Which of the `ranks` processes holds which stage, of which each holds `per_rank`.
 
     kind: ScheduleKind
     per_rank: int
@@ -326,12 +320,10 @@ class StageRanks:
 
     @property
     def all(self) -> list[int]:
-        """Ranks of all pipeline stages, in stage order."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property
     def last(self) -> int:
-        """Rank within the pipeline that holds the last stage."""
         return self.rank_of(self.count - 1)
 
     def rank_of(self, stage: int) -> int:
@@ -352,9 +344,7 @@ class PipelineGroup:
 
     @property
     def own(self) -> list[int]:
-        """Indices of the pipeline stages that this process holds."""
         return self.stages.held_by(self.rank)
 
     def holds(self, stage: int) -> bool:
-        """Return True if this process holds the pipeline stage with this index."""
         return self.stages.rank_of(stage) == self.rank

@@ -41,7 +41,6 @@ class StageLayout:
 
     @property
     def count(self) -> int:
-        """Number of pipeline stages."""
         return len(self.splits) + 1
 
 
@@ -75,11 +74,8 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Choose the modules with which pipeline stages begin.
-
-    All stages get similar numbers of parameters. The modules are blocks of the largest `ModuleList` or `Sequential`, or
-    modules of the given classes.
-    """
+    # All stages get similar numbers of parameters. Each later stage begins with a block of the largest `ModuleList` or
+    # `Sequential`, or with a module of the given classes. `argument` is the option that errors name.
     if classes:
         return _splits_between(module, count, classes)
     lists = {
@@ -107,7 +103,7 @@ def choose_splits(
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """Return the block lists of an encoder and a decoder, given one of them."""
+    # `path` is one of the two lists of blocks.
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -115,7 +111,6 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Choose first modules of pipeline stages so that stages have similar sizes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -137,7 +132,7 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Return the pipeline stage of each tensor and submodule of a module."""
+    # `placed` has the stages that the user chose for modules or parameters.
     count = len(splits) + 1
     _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _tensors_by_stage(module, splits)}
@@ -154,10 +149,7 @@ def lay_out(
 
 
 def is_within(name: str, path: str) -> bool:
-    """Return True if a dotted module name is a path or lies below it.
-
-    An empty path contains all names.
-    """
+    # An empty path contains all names.
     return not path or name == path or name.startswith(f"{path}.")
 
 
@@ -182,10 +174,7 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
 
 
 def _tensors_by_stage(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield the name, stage and kind of each tensor of a model split at `splits`.
-
-    The kind is True for a parameter and False for a buffer.
-    """
+    # The last value is True for a parameter and False for a buffer.
     stage = 0
 
     def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
@@ -218,7 +207,7 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Map submodules that lie completely in one pipeline stage to its index."""
+    # Without submodules that lie in several stages.
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -230,10 +219,8 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 
 
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide block sizes into consecutive runs, with the largest sum as small as possible.
-
-    Return the indices at which runs 1, 2, ... begin.
-    """
+    # Divides the blocks into consecutive runs, with the largest sum as small as possible. Returns the indices at which
+    # runs 1, 2, ... begin.
     total = len(sizes)
     # best[end, runs] divides sizes[:end]: the largest run, the sum of squared runs as a tie-breaker, the beginnings.
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
@@ -266,7 +253,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """Position of a tensor in the output of a module's call."""
+    # Where a module's output contains a tensor.
 
     module: str
     call: int  # index of the module's call
@@ -275,7 +262,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensors that a pipeline stage receives, and where its forward uses them.
+    """Tensors that a pipeline stage receives from earlier stages, and the arguments that they replace.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -295,7 +282,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Tensors that pipeline stages exchange for arguments of given shapes.
+    """Tensors that pipeline stages send each other in a forward whose arguments have certain shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -347,7 +334,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Trace a forward call to find the tensors that pipeline stages must exchange."""
+        # Runs the forward on shapes alone, to find the tensors that stages must exchange.
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:
@@ -388,7 +375,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Pipeline stage and module outputs from which a traced tensor was computed.
+    """Pipeline stage that computed a tensor in a traced forward, and the module outputs it used.
 
     Attributes:
         stage: The stage that computed it.
@@ -403,7 +390,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Arguments of a pipeline stage's first module in a traced forward.
+    """Arguments with which a traced forward called the first module of a pipeline stage.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
@@ -415,7 +402,7 @@ class _Entry:
 
 
 class _Trace(TorchDispatchMode):
-    """Dispatch mode that finds which tensors of earlier stages a pipeline stage needs."""
+    """Trace of a model's forward, which finds the tensors that one pipeline stage needs from another."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -470,10 +457,7 @@ class _Trace(TorchDispatchMode):
         return _Origin(self._stage, frozenset().union(*(each.returned for each in origins)), lost)
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Record that the current pipeline stage uses a tensor of an earlier stage.
-
-        Raises an error if that stage cannot send the tensor.
-        """
+        # Raises an error if the stage that computed the tensor cannot send it.
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -491,8 +475,6 @@ class _Trace(TorchDispatchMode):
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
-        """Return a pre-hook that records the arguments of a pipeline stage's first module."""
-
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_entry(stage, name)
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -534,7 +516,6 @@ class _Trace(TorchDispatchMode):
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks that record a module's outputs while a forward is traced."""
         owner = self._layout.modules[name]
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -562,7 +543,6 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def finish(self, output: Any) -> None:
-        """Determine which tensors each stage must receive, after a traced forward."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, the first module of a stage. Split "

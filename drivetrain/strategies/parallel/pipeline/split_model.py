@@ -61,10 +61,7 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Split a task's model into pipeline stages.
-
-        Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
-        """
+        # Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
         name = find_pipelined(bare, options.module)
         whole = bare.get_submodule(name)
         if not whole_outside:
@@ -85,7 +82,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """Return the `SplitModel` that an earlier trainer stored on a task."""
+        # `bare` is a task whose model an earlier trainer has split.
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
@@ -113,7 +110,7 @@ def _splits(whole: nn.Module, name: str, options: PipelineOptions, count: int) -
 
 
 class _Memory:
-    """Attribute of a task that stores its split model, except in copies of the task."""
+    # An attribute of the task.
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -131,14 +128,13 @@ _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """Raised to leave a task's step once its call of the model is recorded.
-
-    It is no `Exception`, so that a step's own `except Exception` does not catch it.
-    """
+    # Raised to leave a task's step once its call of the model is recorded. It is no `Exception`, so that a step's own
+    # `except Exception` does not catch it.
+    ...
 
 
 class ModelCalls:
-    """Interceptor that hands each call of a split model to the pipeline."""
+    # Intercepts the calls of a split model, so that the pipeline answers them.
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -160,7 +156,6 @@ class ModelCalls:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Context manager that replaces the split model's forward by a function."""
         self._answer = answer
         try:
             yield
@@ -172,7 +167,6 @@ class ModelCalls:
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Turn arguments of the split model into a `Call`."""
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(

@@ -38,7 +38,7 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """Arguments of a call of the split model, and the tensors that stages exchange.
+    """Arguments of one call of a model split into pipeline stages, and the tensors that stages exchange.
 
     Attributes:
         args: Positional arguments.
@@ -54,12 +54,8 @@ class Call:
 
 
 class _Reached(BaseException):
-    """Raised to end a forward where the next pipeline stage begins.
-
-    It carries the tensors to send.
-
-    It is no `Exception`, so that a forward's own `except Exception` does not catch it.
-    """
+    # Raised to end a forward where the next pipeline stage begins. It is no `Exception`, so that a forward's own
+    # `except Exception` does not catch it.
 
     def __init__(self, handed_over: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -123,16 +119,13 @@ class StageModule(nn.Module):
         return self.stage == self.layout.count - 1
 
     def put_back(self) -> None:
-        """Put the stage's parameters, which sharding may have replaced, into the model."""
+        # Sharding may have replaced the stage's parameters on this module.
         for own, name in self._loose.items():
             module, key = self._slot(name)
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Run one pipeline stage of the model.
-
-        Returns the tensors to send, or the model's output on the last stage.
-        """
+        # The tensors to send, or the model's output on the last stage.
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
@@ -149,10 +142,7 @@ class StageModule(nn.Module):
 
     @contextmanager
     def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
-        """Context manager in which a model's forward computes only this stage.
-
-        It starts from the tensors in `received`.
-        """
+        # Within this context, the model's forward computes only this stage, from the tensors in `received`.
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -206,10 +196,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """Return a function that replaces an earlier stage's module.
-
-        It returns received tensors, or zeros for those that this stage does not need.
-        """
+        # Returns received tensors, or zeros for those that this stage does not need.
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +228,6 @@ class StageModule(nn.Module):
 
 
 def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
-    """Wrap a stage's first module so that it gets the received tensors."""
     own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +242,6 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _storing_outputs(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """Wrap a module so that it also stores outputs that later stages need."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -272,10 +257,7 @@ def _storing_outputs(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """Return a function that ends the forward at the next stage's first module.
-
-    It raises `_Reached` with the tensors to send.
-    """
+    # Called in place of the next stage's first module.
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -304,7 +286,7 @@ def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros of any shape that use the memory of one element."""
+    # Uses the memory of one element.
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -347,7 +329,6 @@ class StageState:
         return path.startswith(prefix) and path[len(prefix) :] in layout.modules
 
     def is_foreign(self, name: str) -> bool:
-        """Return True if only other pipeline stages have the named tensor."""
         return name not in self._everywhere and self._holders.get(name, self._rank) != self._rank
 
     def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
@@ -355,7 +336,6 @@ class StageState:
         return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
-        """Replace parameters and buffers of other pipeline stages by meta tensors."""
         stand_ins: dict[int, nn.Parameter] = {}
         for path, module in self._bare.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
@@ -373,7 +353,6 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Remove parameters of other pipeline stages from an optimizer."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -406,10 +385,7 @@ class StageState:
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """Return the optimizer state of all stages. A collective call.
-
-        Tensors of other stages are on the meta device.
-        """
+        # A collective call. Tensors of other stages are on the meta device.
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, described, group=self.group)
@@ -428,10 +404,7 @@ class StageState:
         return {**own, "state": state, "param_groups": groups}
 
     def own_model_state(self, state: StateDict) -> StateDict:
-        """Return a state dict with other stages' tensors on the meta device.
-
-        Loading skips these.
-        """
+        # Loading skips tensors on the meta device.
         return {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta")
             if isinstance(value, Tensor) and self.is_foreign(name)
@@ -440,7 +413,6 @@ class StageState:
         }
 
     def own_optimizer_state(self, state: StateDict) -> StateDict:
-        """Return the part of a full optimizer state that belongs to this process's stages."""
         groups = [
             {**group, "params": [name for name in group["params"] if not self.is_foreign(name)]}
             for group in state["param_groups"]
@@ -480,7 +452,7 @@ class StageState:
 
 
 class _Described:
-    """Shape and dtype of a tensor whose values other processes do not need."""
+    # Sent in place of a tensor whose values other processes do not need.
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -531,15 +503,11 @@ class StagedModel:
         return self._rank == self._last
 
     def check(self, request: Request) -> None:
-        """Raise `ConfigurationError` if the model cannot run a request."""
         self._route(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Any]]:
-        """Call the model with each request's `(args, kwargs)`.
-
-        Yields `(request, output)` on the last stage only. All processes must call this method. A stage computes one
-        request while the previous stage computes the next.
-        """
+        # All processes must call this. Yields `(request, output)` on the last stage only. A stage computes one request
+        # while the previous stage computes the next.
         link = _Link(self._rank, self._last, self._device, self._in_flight)
         for request in requests if self._rank == 0 else link.requests():
             link.forward_request(request)
@@ -551,10 +519,6 @@ class StagedModel:
         link.finish()
 
     def _compute(self, request: Request, link: _Link) -> Any:
-        """Receive tensors for a request, run this stage, and send the results.
-
-        Returns the stage's output.
-        """
         try:
             route = self._route(request)
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()
@@ -578,17 +542,12 @@ class StagedModel:
 
 
 class _Link:
-    """Connection of a stage to its neighbours in an inference pipeline."""
-
     def __init__(self, rank: int, last: int, device: torch.device, in_flight: int) -> None:
         self._rank, self._last, self._device, self._in_flight = rank, last, device, in_flight
         self._sent: deque[list[Any]] = deque([[]])
 
     def requests(self) -> Iterator[Request]:
-        """Yield requests from the previous stage until it sends None.
-
-        A request has the `(args, kwargs)` of a model call.
-        """
+        # Ends when the previous stage sends None.
         while True:
             size = self._receive((1,), torch.int64)
             content = self._receive((int(size.item()),), torch.uint8)
@@ -638,7 +597,6 @@ class _Link:
         return tuple(self._receive(each.shape, each.dtype) for each in shapes)
 
     def finish(self) -> None:
-        """Wait until all sends to the next stage have completed."""
         while self._sent:
             self._wait(self._sent.popleft())
 

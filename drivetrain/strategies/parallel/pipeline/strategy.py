@@ -47,7 +47,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runner of optimizer steps of a task whose model is split into stages.
+    """Executor of optimizer steps of a task whose model is split into pipeline stages.
 
     Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
     pipeline's output, to get the loss.
@@ -66,10 +66,7 @@ class TrainingWindow:
         self._zero = torch.zeros((), device=topology.device)
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward for all micro-batches of an optimizer step.
-
-        Returns the results of `step_fn`. Processes without the last stage return None for each micro-batch.
-        """
+        # On processes without the last stage, the results are None.
         # Only the last stage scales losses, but all stages must have the same scale and change it together.
         self._precision.scale(self._zero)
         seeds = self._seeds(len(microbatches))
@@ -91,7 +88,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Run a task's step up to its call of the split model, and return the call."""
+        # The step runs up to its call of the split model.
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -110,10 +107,7 @@ class TrainingWindow:
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run a task's step with a computed output in place of the model's call.
-
-        Returns the step's result and the loss.
-        """
+        # The step gets `output` from its call of the model.
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -130,10 +124,7 @@ class TrainingWindow:
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Store the loss of the current micro-batch.
-
-        The pipeline schedule computes its gradients later.
-        """
+        # The pipeline schedule computes the gradients later.
         if kwargs:
             raise ConfigurationError(f"The backward of a pipeline does not accept {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -141,10 +132,8 @@ class TrainingWindow:
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
-        """Return a random seed for each micro-batch, equal on all stages.
-
-        The seeds come from a separate generator, so that the data order equals that of one process.
-        """
+        # Equal on all stages. The seeds come from a separate generator, so that the data order equals that of one
+        # process.
         drawn = [int(torch.randint(2**62, (), generator=self._generator))]
         # An object is sent between CPUs, so that no stage waits for its device.
         if not leaves_empty():
@@ -165,8 +154,6 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Gradient operations of a model that is split into pipeline stages."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self._group, self._device = group, device
@@ -189,10 +176,7 @@ class StagedGradients(ShardedGradients):
         return total
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Combine a gradient norm with those of all pipeline stages.
-
-        A collective call.
-        """
+        # A collective call.
         # In one dtype on all processes, because one without gradients has no dtype to take from them.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
@@ -207,7 +191,7 @@ class StagedGradients(ShardedGradients):
 
 
 class StagedState(ShardedState):
-    """State of a split model and its optimizers, of which a process has some stages."""
+    # Each process has the state of its own stages.
 
     held_as = "parts"
 
@@ -244,20 +228,14 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Module that runs evaluation steps on all stages of a split model.
-
-    It is called as `module(step, batch, ...)`.
-    """
+    # Called as `module(step, batch, ...)`.
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run an evaluation step on all pipeline stages.
-
-        Returns the result on the last stage, and None on others.
-        """
+        # None on all stages but the last.
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -305,8 +283,6 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Placer that shards a pipeline stage, and enables recomputation and compilation."""
-
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
@@ -363,7 +339,6 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Distribute a model over the mesh of pipeline stages, layers and shards."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:

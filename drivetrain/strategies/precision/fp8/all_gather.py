@@ -28,7 +28,7 @@ _version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
-    """Extension of a sharded weight, which FSDP then gathers in float8."""
+    # FSDP gathers the weight of this layer in float8.
 
     def __init__(self, layer: Any) -> None:
         from torchao.float8.float8_linear import Float8Linear
@@ -76,7 +76,7 @@ class GatheredWeight:
 
 
 class Float8AllGather:
-    """Record of the weights that FSDP gathers in float8, and of their optimizers."""
+    # The weights that FSDP gathers in float8, which need new scales after a step of their optimizer.
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
@@ -99,10 +99,7 @@ class Float8AllGather:
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:
-        """Compute new float8 scales for the weights that an optimizer has changed.
-
-        All processes must call this.
-        """
+        # All processes must call this.
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for layers in self._groups.get(optimizer, ()):

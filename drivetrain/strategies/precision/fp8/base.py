@@ -30,22 +30,23 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Import the backend's package, and check that the device supports float8."""
+        """Import the package that computes in float8, and check that devices of this kind support float8."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make the given linear layers of a model compute in float8."""
+        """Make the linear layers in `layers` compute in float8, while those in `kept` stay as they are."""
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """Return the context for forward passes with this backend, or None."""
+        """Return the context in which float8 models run their forward passes, or None if none is needed."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Adapt an optimizer to float8 models before its first step."""
+        # Called before the optimizer's first step.
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Update float8 scales and the like after an optimizer step."""
+        # For example to update float8 scales.
+        ...
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Return the models' float8 scales and related state for a checkpoint."""
@@ -89,7 +90,7 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """Linear layers to convert to float8, and those to leave unchanged.
+    """Result of `choose_layers`: the linear layers of a model that will compute in float8, and the others.
 
     Attributes:
         converted: Layers to convert to float8.

@@ -74,7 +74,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State dict hook that stores MS-AMP's weights as plain float32 tensors."""
+    # A state dict hook: checkpoints get plain float32 tensors in place of MS-AMP's weights.
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):

@@ -142,7 +142,7 @@ class TransformerEngine(FP8Backend):
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Return whether the device supports a float8 recipe, with a reason if not."""
+    # Whether the device supports the recipe, and the reason if not.
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -155,7 +155,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a TransformerEngine layer that saves no float8 entries."""
+    # State dicts of this class have no float8 entries.
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 

@@ -140,10 +140,7 @@ def _import_convert() -> Any:
 
 @cache
 def float8_layer() -> type[nn.Module]:
-    """Return torchao's float8 layer, made fit for inference mode and any autocast.
-
-    torchao 0.18 supports only CUDA's autocast. In inference mode, torch does not decompose operations on its tensors.
-    """
+    # torchao 0.18 supports only CUDA's autocast. In inference mode, torch does not decompose operations on its tensors.
     from torchao.float8.float8_linear import Float8Linear
 
     class Float8Layer(Float8Linear):  # type: ignore[misc, no-any-unimported, unused-ignore]
