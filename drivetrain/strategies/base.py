@@ -206,7 +206,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Return a list with one entry per rank without the entries of ranks that repeat another rank's data.
+        """Return `per_rank`, a list by rank, without the entries of ranks whose data repeats another rank's.
 
         The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
         logged values count.
