@@ -232,11 +232,11 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """Always False, because Ulysses sequence parallelism is not supported."""
+        """Always False, because Ulysses sequence parallelism is not supported. Kept for existing scripts."""
         return False
 
     def strategy(self, **options: Any) -> Strategy:
-        """Return a `drivetrain.Parallel` strategy with these sizes of the device mesh.
+        """Return a `drivetrain.Parallel` strategy whose device mesh has the sizes of this `ParallelismConfig`.
 
         Args:
             **options: Options of `FSDP` for sharding parameters.

@@ -108,7 +108,7 @@ class Collectives:
         *,
         loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
-        """Gather per-sample values, such as predictions, without those of repeated samples.
+        """Gather predictions or targets from all processes, without the samples that only fill the last batch.
 
         Samples are repeated to fill the last batch. A tensor counts as per-sample if its first dimension is the batch
         size. Other tensors are gathered completely.
@@ -155,9 +155,9 @@ class Collectives:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Request a joint action, such as stopping early, from any process.
+        """Set a flag on one process that all processes then see in `check_trigger`, for example to stop early.
 
-        All processes see it in `check_trigger`.
+        The flag is cleared by the next `check_trigger`.
         """
         self._is_triggered = True
 
@@ -271,7 +271,12 @@ class ProcessControl:
         return self.state.on_last_process(function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with the global rank `process_index` runs it."""
+        """Decorate a function so that it runs on one process, and returns None at once on all others.
+
+        Args:
+            function: The function, or None if the decorator is used with arguments.
+            process_index: The global rank of the process that runs the function.
+        """
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
@@ -703,7 +708,7 @@ class Tracking:
         return self.tracking.group.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the experiment tracker with a name.
+        """Return the experiment tracker called `name`, to use methods that the Accelerator does not offer.
 
         Its methods do nothing except on the main process.
 
@@ -902,7 +907,9 @@ class ModelHandling:
         self.optimizer_step.fused_backward(loss, learning_rate)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which `backward` reduces gradients after a forward in `no_sync`.
+        """Return a context whose backward passes reduce gradients even if the forward pass ran in `no_sync`.
+
+        Use it if a script finds out only after the forward pass that an optimizer step follows.
 
         Args:
             model: The prepared model.
@@ -1217,7 +1224,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.optimizer_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context manager for mixed precision outside a prepared model.
+        """Return a context that applies mixed precision to code outside of prepared models, such as a loss.
 
         Args:
             autocast_handler: Options of this context. `AutocastKwargs(enabled=False)` computes in full precision.

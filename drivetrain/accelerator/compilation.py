@@ -110,9 +110,7 @@ def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
 
 @cache
 def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
-    """Return one code object for all modules of a class with equal tensor shapes.
-
-    Torch caches compiled code by code object. With a single code object for all modules, each module would count as a
-    recompilation. Beyond eight (`torch._dynamo.config.recompile_limit`), nothing more would be compiled.
-    """
+    # Torch caches compiled code by code object, and counts each module with the same one as a recompilation. Beyond
+    # eight (`torch._dynamo.config.recompile_limit`), it compiles nothing more. Modules of one class with equal tensor
+    # shapes share this code object, all others have their own.
     return code.replace(co_name=f"run_{kind.__name__}")

@@ -76,9 +76,9 @@ class LocalSGD:
         self._unsynchronised.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step, and average the parameters if it is time.
+        """Count an optimizer step. In every `local_sgd_steps`-th call, average the parameters over all processes.
 
-        Parameters are averaged over all processes every `local_sgd_steps` calls.
+        Call this after each step of the optimizer.
         """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:

@@ -23,12 +23,9 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather values of the current batch from all processes, without its padding rows.
-
-    Without a `loader`, all loaders that are being iterated count.
-    """
     # A loader that skips batches is a view of the loader that knows the current batch.
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
+    # Without a given loader, all loaders that are being iterated count.
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):
         return _cut(data, source) if any(map(_missing, _loaders(source))) else data
@@ -72,9 +69,9 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True for a structure of tensors, False for a list of one value per sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
+    # Anything else is a list with one value per sample.
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
 
 
@@ -122,7 +119,6 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """Gather the objects of all processes in one list, without those of padding rows."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]
@@ -137,10 +133,8 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """Error message that a process sends instead of values if it cannot find the padding rows.
-
-    All processes then raise the error.
-    """
+    # Error message that a process sends in place of its values. All processes then raise the error.
+    ...
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -154,11 +148,8 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
 
 
 def _batches_are_full(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Return True if the current batch is known to be full on every process.
-
-    All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with
-    batches of one size reports.
-    """
+    # All processes must get the same answer. It therefore follows from the global batch size alone, which a loader with
+    # batches of one size reports.
     for loader in _loaders(source):
         info = loader.current
         if info is not None:
@@ -174,15 +165,11 @@ def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
-    """Return how many leading rows of a tensor belong to real samples, not to padding.
-
-    A tensor belongs to a current batch if it has the same number of rows. If the current batch has fewer real rows than
-    a full one, a tensor with the rows of a full batch also counts, such as a loss repeated by the batch size. In nested
-    loops, such as an evaluation during training, the inner loop comes first. Return None if no current batch has as
-    many rows.
-    """
     if not tensor.dim():
         return None
+    # A tensor belongs to a current batch with as many rows. A tensor with the rows of a full batch also counts if the
+    # current batch has fewer, such as a loss repeated by the batch size. In nested loops, such as an evaluation during
+    # training, the inner loop comes first.
     rows, loaders = tensor.shape[0], _loaders(source)
     alike = [loader for loader in loaders if loader.current is not None and loader.current.rows == rows]
     repeated = [loader for loader in loaders if loader.batch_rows == rows and _missing(loader)]
@@ -194,7 +181,6 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """Return how many rows a loader's current batch lacks to be full, or 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

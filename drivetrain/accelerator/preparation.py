@@ -69,8 +69,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """Settings of the latest Accelerator, which every `AcceleratorState` shows."""
-
+    # describes the Accelerator that was created last, for every `AcceleratorState`
     mixed_precision: str = "no"  # "no" is full precision
     distributed_type: DistributedType | None = None  # None derives it from the processes
     plugins: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +120,6 @@ class AcceleratorState(PartialState):
 
     @property
     def record(self) -> EngineRecord:
-        """Settings of the Accelerator that was created last."""
         try:
             found: EngineRecord = self.engine_record
         except AttributeError:  # an unpickled state has no record
@@ -177,7 +175,10 @@ class AcceleratorState(PartialState):
 
     @property
     def dynamo_plugin(self) -> Any:
-        """The plugin with the options of `torch.compile`. None before an Accelerator exists."""
+        """The plugin with the options of `torch.compile` for this run's models.
+
+        None before the script has created an `Accelerator`.
+        """
         return self.record.plugins.get("dynamo_plugin")
 
     @property
@@ -247,7 +248,6 @@ def autocast_context(
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """Return a function that calls `function` within the precision's context, such as autocast."""
     if not overrides(precision, "forward_context"):
         return function
 
@@ -366,24 +366,18 @@ def accelerate_name(precision: Precision, strategy: Strategy) -> str:
 
 
 def backend_of(precision: Precision) -> str | None:
-    """Return the package that computes in a precision, such as `"torchao"`.
-
-    None if torch itself does.
-    """
+    # None if torch itself computes in this precision
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
 def set_up_strategy(
     spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
 ) -> Strategy:
-    """Create the strategy of the script or the launcher, and set it up for this process.
-
-    A name or an object wins over the launcher, and a plugin must not contradict a name.
-    """
     observed: Strategy | None = None if observer.current is None else observer.current.strategy()
     if observed is not None:
         observed.setup(process)
         return observed
+    # A name or an object wins over the launcher, and a plugin must not contradict a name.
     asked = (plugins.fsdp_plugin, plugins.deepspeed_plugin, plugins.parallelism_config, plugins.megatron_lm_plugin)
     chosen: str | Strategy = spec
     options = find_handler(handlers, DistributedDataParallelKwargs)
@@ -482,7 +476,6 @@ def make_project(
 
 
 def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Return a copy of the data loader settings, or default ones if none are given."""
     if given is None:
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
@@ -657,7 +650,6 @@ class Preparation:
     # optimizers and schedulers
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Prepare an optimizer, so that it steps only after enough micro-batches."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         for known in self._prepared.optimizers:
@@ -676,7 +668,6 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare a learning-rate scheduler, so that it steps only with its optimizers."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         for known in self._prepared.schedulers:
@@ -715,7 +706,6 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Wrap a data loader to yield this process's batches on its device."""
         if isinstance(data_loader, PreparedLoader | SkippingLoader):
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
@@ -746,7 +736,6 @@ class Preparation:
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a data loader: stop its workers, and leave it out of checkpoints."""
         for inner in getattr(loader, "loaders", [loader]):
             inner.end_workers()
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """Models, optimizers, schedulers and data loaders that a run has prepared."""
-
     models: list[nn.Module] = field(default_factory=list)  # as the strategy returned them
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
@@ -34,10 +32,6 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)  # further objects whose state is saved
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Return the original optimizers of a model's parameters.
-
-        If there is only one model, return all optimizers.
-        """
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -45,7 +39,6 @@ class Prepared:
         return [one for one in bare if any(id(parameter) in own for parameter in parameters_of(one))]
 
     def owners_of(self, parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
-        """Return the original optimizers that hold at least one of the given parameters."""
         wanted = {id(parameter) for parameter in parameters}
         bare = (optimizer.optimizer for optimizer in self.optimizers)
         return [one for one in bare if any(id(parameter) in wanted for parameter in parameters_of(one))]
@@ -70,10 +63,7 @@ class Prepared:
         self.forget([model, *optimizers, *schedulers])
 
     def clear(self) -> None:
-        """Stop keeping track of all prepared objects.
-
-        Objects registered for checkpointing are kept.
-        """
+        # `registered` stays: checkpoints still contain these objects.
         for group in self._groups():
             group.clear()
 
@@ -128,7 +118,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True if this process has created an Accelerator."""
+        """True if this process has created an `Accelerator`, from which this object takes its values."""
         return self._find()[0] is not None
 
     @property
@@ -156,7 +146,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The options of gradient accumulation as a dict.
+        """The options of gradient accumulation (`GradientAccumulationPlugin`), as a dict by name.
 
         Changes to it apply from the next micro-batch on.
         """
@@ -174,7 +164,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """True if optimizers step on a loader's last batch in any case."""
+        """True if optimizers step on a loader's last batch, even after fewer than `num_steps` micro-batches."""
         return self.plugin.sync_with_dataloader
 
     @property
@@ -413,11 +403,10 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """True while an optimizer step lacks some of its micro-batches."""
+        # The last micro-batch of an optimizer step sets `count` to 0.
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
-        """Count a micro-batch of a hand-written loop, and decide if optimizers step after it."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self.count == 0:
@@ -454,7 +443,6 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Count a micro-batch of an optimizer step whose size `begin` has set."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -480,7 +468,7 @@ class AccumulationWindow:
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear the gradients that a loop abandoned, for example by `break`, before its optimizer step."""
+        # A loop, ended for example by `break`, left gradients without an optimizer step.
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -492,7 +480,6 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply the accumulated gradients by `factor`, to average over fewer micro-batches."""
         done: set[int] = set()
         for model in self._prepared.models:
             # Models may share parameters, which must be scaled only once.
@@ -530,7 +517,7 @@ class AccumulationWindow:
 
 
 class PreparedScheduler:
-    """Learning-rate scheduler from `Accelerator.prepare`, which steps with its optimizers.
+    """Learning-rate scheduler returned by `Accelerator.prepare`, which steps only if its optimizers do.
 
     Args:
         scheduler: The original scheduler, also available as `.scheduler`.
@@ -605,12 +592,10 @@ def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedSchedu
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Extend a scheduler to parameter groups that were added to its optimizer later.
-
-    A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
-    this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
-    """
     for each in _with_parts(scheduler):
+        # A group that was added later follows the schedule of the first group, scaled by the current ratio of their
+        # learning rates. Otherwise schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the
+        # next step.
         known = getattr(each, "base_lrs", getattr(each, "min_lrs", None))
         optimizer = getattr(each, "optimizer", None)
         if isinstance(known, list) and known and isinstance(optimizer, torch.optim.Optimizer):
@@ -619,9 +604,9 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Make a scheduler continue from the learning rate set in a parameter group."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
+            # continues from the learning rate that was set in the group
             _cover_group(each, each.optimizer.param_groups, number)
 
 

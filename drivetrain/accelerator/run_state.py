@@ -40,7 +40,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """Checkpoint opened for loading, from which states are restored one by one.
+    """An open checkpoint, from which models, optimizers, schedulers and data loaders are restored.
 
     Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
     tool.
@@ -90,9 +90,9 @@ class SavedEngine:
         self._take_positions(() if process is None else process["engine"].get("loaders", ()))
 
     def _take_positions(self, own: Sequence[Mapping[str, Any] | None]) -> None:
-        """Use the positions that this process saved for loaders that read their own part of the data."""
         positions = self.engine.get("loaders", [])
         for number, position in enumerate(positions):
+            # Such a loader reads its own part of the data on each process.
             if position.get("process"):
                 # Without a position of this process, the state of rank 0's loader must not be used.
                 positions[number] = (own[number] if number < len(own) else None) or {**position, "own": None}
@@ -127,12 +127,8 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Raise a `CheckpointError` if the checkpoint does not match the prepared objects.
-
-        Their numbers and class names are compared. `advice` ends the message. With `leaves_rest`, additional saved
-        objects only cause a warning.
-        """
         run = self._run
+        # Their numbers and class names are compared. With `leaves_rest`, additional saved objects only cause a warning.
         here: dict[str, Sequence[Any]] = {
             "models": run.prepared.models if models is None else models,
             "optimizers": run.prepared.optimizers,
@@ -289,17 +285,11 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """Numbered checkpoints, `checkpoints/checkpoint_<n>`.
-
-    The oldest are removed if there are too many.
-    """
-
     configuration: ProjectConfiguration
     state: PartialState
 
     @property
     def enabled(self) -> bool:
-        """True if `save_state()` without a directory names checkpoints by number."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
@@ -345,7 +335,6 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Continue the checkpoint numbers after that of a loaded checkpoint."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self.configuration.iteration = int(number[1]) + 1
@@ -380,7 +369,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and loader positions to save in place of the current ones.
+    """Random state and data loader positions at an earlier time, for a checkpoint that describes this time.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
@@ -445,10 +434,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Return the states of all prepared objects, for a checkpoint.
-
-        All processes must call this together.
-        """
+        # All processes must call this together.
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -466,7 +452,6 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Return the checkpoint entries for the weights of a single model."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
@@ -492,10 +477,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint made of the given parts, and return the pending save.
-
-        See `compose` for the parts. All processes must call this together.
-        """
+        # All processes must call this together.
         if observer.current is not None:
             directory = observer.current.directory(os.fspath(directory))
         shared, process = self.compose(engine, driver, own, moment)
@@ -508,14 +490,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a checkpoint's content: a dict shared by all processes and one of this process.
-
-        Args:
-            engine: The states of prepared objects, from the method `engine`.
-            driver: Named entries of the training loop, shared by all processes.
-            own: Entries of the training loop for this process.
-            moment: The point in time that the checkpoint describes. None uses `self.moment()`.
-        """
+        # `driver` holds entries of the training loop that all processes share, and `own` those of this process.
         driver = dict(driver or {})
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
@@ -546,7 +521,6 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Raise or warn if the current optimizer step cannot be saved in a checkpoint."""
         if self._step.is_torn:
             raise CheckpointError(
                 "A checkpoint cannot be saved while an optimizer is in its step, for example in the closure of "
@@ -586,10 +560,7 @@ class RunState:
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Keep entries of a loaded checkpoint, to write them to later checkpoints again.
-
-        An entry with the same name from the current training loop replaces the remembered one.
-        """
+        # Later checkpoints contain them too, unless the current training loop has an entry with the same name.
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
@@ -616,10 +587,6 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """Return the prepared model that holds an optimizer's parameters.
-
-        If there are several, return them in a `ModuleList`.
-        """
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:

@@ -56,19 +56,11 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Decide at the first loss, equally on all processes, whether losses are weighted.
-
-        All processes must call this together.
-
-        Args:
-            weight: The weight of this process's first loss, or None.
-
-        Returns:
-            True if any process passed a weight.
-        """
         if weight is None and not self.strategy.topology.environment.is_distributed:
             self.in_use = False  # without reading anything from the device
             return False
+        # All processes must call this together, at their first loss: losses are weighted if any process passes a
+        # weight.
         own = self._checked(0.0 if weight is None else weight)
         given = torch.stack([own, torch.full_like(own, weight is not None)])
         total, givers = self.strategy.topology.sum(given).tolist()
@@ -77,16 +69,8 @@ class WeightedMean:
         return self.in_use
 
     def scale_loss(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """Scale the loss of a micro-batch for the step's weighted mean, and record its weight.
-
-        Args:
-            loss: The sum of this micro-batch's losses.
-            weight: The total weight of these losses, such as the number of tokens.
-            counts: False for a dummy batch, whose backward pass only lets this process take part in collectives.
-
-        Raises:
-            ConfigurationError: The weight is not a single number, or requires gradients.
-        """
+        # `loss` is the sum of the micro-batch's losses, and `weight` their total weight, such as the number of tokens.
+        # `counts` is False for a dummy batch, whose backward pass only lets this process take part in collectives.
         own = self._checked(weight)
         self.pending = True
         self._weights.append(own if counts else torch.zeros_like(own))
@@ -95,7 +79,7 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self.divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Let this process join the step's sum of weights even if it has no loss."""
+        # A process without a loss takes part in the sum of `finish` too, with a weight of 0.
         self._weights.clear()
         self.pending = True
 
@@ -104,16 +88,7 @@ class WeightedMean:
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Divide the step's gradients by the total weight of its losses on all processes.
-
-        All processes must call this together.
-
-        Args:
-            parts: The prepared modules, each with the optimizers of its parameters.
-
-        Raises:
-            ConfigurationError: This process's losses do not use parameters for whose gradients other processes wait.
-        """
+        # All processes must call this together.
         parts, gradients = list(parts), self.strategy.gradients
         for model, _ in parts:
             if isinstance(model, ReducingWrapper):  # else the sum below meets the reduction that the peers are still in
@@ -162,7 +137,7 @@ _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Callbacks with which the Trainer takes part in an optimizer step, such as clipping.
+    """Functions of the Trainer that an optimizer step calls at fixed points, for example to clip gradients.
 
     Empty hooks cost nothing.
 
@@ -231,11 +206,9 @@ class OptimizerStep:
         return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
-        """Close the Trainer's optimizer step. Only then can a checkpoint be saved."""
         self.is_open = self.is_torn = False
 
     def set_hooks(self, hooks: StepHooks) -> None:
-        """Use the given callbacks in all later optimizer steps."""
         strategy, precision = self._strategy, self._precision
         if observer.current is not None:
             hooks = observer.current.hooks(hooks, self, precision, self._prepared)
@@ -256,9 +229,9 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager for trial steps. Afterwards it restores the hooks and drops the gradients."""
         hooks, in_use = self._hooks, self.weights.in_use
         try:
+            # trial steps, whose gradients are dropped
             yield
         finally:
             self.set_hooks(hooks)
@@ -269,10 +242,6 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Scale the loss of a micro-batch and run its backward pass.
-
-        A loss without a `weight` is divided by the number of accumulated micro-batches and multiplied by `share`.
-        """
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -307,7 +276,6 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Run one backward pass per loss, each for the gradients of its own parameters."""
         last = len(losses) - 1
         # The losses may share a graph, which must exist until the last backward.
         for number, (loss, leaves) in enumerate(losses):
@@ -327,10 +295,6 @@ class OptimizerStep:
         return self.weights.scale_loss(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Reduce the gradients over processes and apply the loss weights.
-
-        Does nothing before the last micro-batch of an optimizer step.
-        """
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
         if self.weights.pending and self.window.sync_gradients:
@@ -450,7 +414,6 @@ class OptimizerStep:
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which `backward` reduces gradients after a forward in `no_sync`."""
         before = self._prepare_backward, self._differentiate
         if isinstance(model, ReducingWrapper):
             self._prepare_backward, self._differentiate = model.prepare_backward, self._differentiate_with_hooks
@@ -506,11 +469,8 @@ class OptimizerStep:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Reduce and unscale the gradients, so that they can be clipped.
-
-        Return the parameters, or None between the micro-batches of a step.
-        """
         if not self.window.sync_gradients:
+            # between the micro-batches of a step
             return None
         self.finish_gradients()
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -20,8 +20,6 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Start and end of a run in each experiment tracker, and their saved state."""
-
     state: PartialState
     project: ProjectConfiguration
     group: TrackerGroup
@@ -79,7 +77,6 @@ class RunTracking:
     # the state of the run
 
     def entries(self) -> dict[str, Any]:
-        """Return the trackers' state, such as run ids, for a checkpoint."""
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
