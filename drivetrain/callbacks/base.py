@@ -95,7 +95,7 @@ class Callback:
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0", use="schedule")
     def rhythm(self) -> Duration | tuple[Duration, ...] | None:
-        """The interval at which the callback acts, or None. Deprecated in favor of `schedule`."""
+        """Deprecated name of `schedule`: the callback's interval in samples, tokens or fractions of the run."""
         return self.schedule
 
     @rhythm.setter
@@ -135,7 +135,7 @@ class Callback:
         """
 
     def forget_run(self) -> None:
-        """Discard records of an earlier run, such as a best score.
+        """Discard what the callback has recorded in an earlier run, such as a best score, before a new run.
 
         Called when a new Trainer starts `fit`. If that `fit` resumes from a checkpoint, `load_state_dict` then restores
         the state of the resumed run.
@@ -460,7 +460,6 @@ class Stage(str, Enum):
 
     @property
     def hook(self) -> str:
-        """The word for this stage in the names of hooks, such as `"validation"`."""
         return "validation" if self is Stage.VALIDATE else str(self.value)
 
     @property

@@ -42,10 +42,8 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r} is not valid. Use a fraction from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """Return the batch size to try next in the search, or None if the search has ended.
-
-        `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if none).
-        """
+        # `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if
+        # none).
         # Double until a size fails, then bisect between the largest that fits and the smallest that fails.
         if lacking is None:
             return min(2 * fitting, most) if fitting < most else None

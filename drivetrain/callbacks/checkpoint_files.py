@@ -71,7 +71,6 @@ class BestK:
         return self._worst_of(self.scores)
 
     def wants(self, score: float | None, tie: float | None = None) -> bool:
-        """Return True if a checkpoint with this score would be among the best k."""
         if self.k == 0:
             return False
         if not self.by_score:
@@ -84,7 +83,6 @@ class BestK:
         return self._is_ahead(score, float("nan") if tie is None else tie, self.worst)
 
     def displaced(self) -> list[str]:
-        """Return the checkpoints to remove so that one more fits into the top k."""
         left, gone = dict(self.scores), []
         while 0 < self.k <= len(left):
             gone.append(self._worst_of(left))
@@ -92,7 +90,6 @@ class BestK:
         return gone
 
     def add(self, path: str, score: float | None, tie: float | None = None) -> list[str]:
-        """Add a checkpoint to the top k, and return the paths of those that drop out."""
         # A checkpoint that is saved again under its name displaces no other.
         gone = [] if path in self.scores else self.displaced()
         # The path itself is removed too, so that it moves to the end of the order of saving.
@@ -157,7 +154,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """Validated state of an earlier run's `ModelCheckpoint`: its checkpoints' names and their scores.
+    """Checkpoint names and scores that a `ModelCheckpoint` saved as its state, checked before a run resumes.
 
     Attributes:
         saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
@@ -177,7 +174,6 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Validate the state dict of a `ModelCheckpoint`, and return it as an object."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -212,7 +208,6 @@ class SavedAccount:
         )
 
     def names_leading_outside(self, directory: str) -> set[str]:
-        """Return the recorded checkpoints that are links to a path outside of `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
@@ -287,7 +282,6 @@ def is_taken(path: str) -> bool:
 def free_path(
     path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """Return the first of `path`, `path-v1`, `path-v2`, ... that is free or may be overwritten."""
     candidate, version = path + extension, first - 1
     while is_taken(candidate) and not may_replace(candidate):
         version += 1
@@ -302,7 +296,6 @@ def relative(path: str | None, root: str) -> str | None:
 
 
 def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Return the earlier run's checkpoint directory if it still exists, otherwise `path`."""
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
@@ -331,9 +324,9 @@ def _leads_below(root: str, name: str) -> bool:
 
 
 def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Return the default checkpoint directories of this script's runs, those of the newest run first."""
     if not is_local(root):
         return [f"{absolute_directory(root)}/checkpoints"]
+    # newest run first
     found = [
         str(version / "checkpoints")
         for tracker in trackers
@@ -376,7 +369,6 @@ def duplicate(path: str, source: str) -> None:
 
 
 def _check_replaceable(path: str) -> None:
-    """Raise an error if `path` exists and is not a checkpoint."""
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
@@ -384,7 +376,6 @@ def _check_replaceable(path: str) -> None:
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Remove an outdated checkpoint, or a link to one. An error is only logged."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
@@ -413,7 +404,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 @dataclass
 class CheckpointAccount:
-    """Record of a `ModelCheckpoint`'s files: the best, the newest and `last`.
+    """Paths of the checkpoints that a `ModelCheckpoint` has saved and keeps, or that it still has to delete.
 
     Attributes:
         best: The best checkpoints, or the newest if checkpoints have no scores.
@@ -434,7 +425,6 @@ class CheckpointAccount:
     def add(
         self, path: str, score: float | None, among_best: bool, is_whole: bool = True, tie: float | None = None
     ) -> None:
-        """Record a saved checkpoint, and mark those that it replaces for deletion."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -443,11 +433,8 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Record `path` as the newest checkpoint.
-
-        If `is_whole`, checkpoints that were saved for a preemption are marked for deletion.
-        """
         self.newest = path
+        # A complete checkpoint replaces those that were saved for a preemption.
         if is_whole:
             self.doomed += self.passing
             self.passing = []
@@ -500,8 +487,7 @@ class CheckpointAccount:
 
 @dataclass
 class Decision:
-    """Paths and score of a checkpoint to save, as decided on the main process."""
-
+    # made on the main process, before a checkpoint is saved
     score: float | None = None
     tie: float | None = None  # decides between equal scores
     path: str | None = None  # None if only `last` is written
@@ -531,10 +517,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide whether a `ModelCheckpoint` saves now, to which paths and with which score.
-
-    Called on the main process. The paths are None if nothing is to be saved.
-    """
+    # Called on the main process. The paths are None if nothing is to be saved.
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     if decision.score is not None:
@@ -561,7 +544,6 @@ def decide(
 
 
 def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[str]) -> str:
-    """Return the path of a new checkpoint, with a version suffix if the name is taken."""
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
@@ -677,13 +659,10 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait for the background save, then delete the checkpoints that it replaces.
-
-        If `forgive` is True, errors are logged instead of raised.
-        """
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
+        # With `forgive`, errors are logged instead of raised.
         try:
             flight.pending.wait()
         except CheckpointError as error:
@@ -692,10 +671,6 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Give up the background save after an error has ended the run.
-
-        If `wait` is True, wait for the save first.
-        """
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -724,7 +699,6 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Create `last` after a save, and delete old checkpoints. Return the deleted paths."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)

@@ -59,7 +59,6 @@ class Samples:
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return a batch's predictions or targets without the rows that only pad it."""
     values = as_rows(values)
     if isinstance(values, Tensor) and values.dim() == 0:
         raise DataError(
@@ -113,7 +112,6 @@ def has_rows(values: Any, rows: int | None) -> bool:
 
 
 def gather_samples(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
-    """Collect the predictions of all processes on the main process, by dataloader."""
     kept: dict[tuple[int, int, int], Part] = {}
     for block in gather_on_main(blocks):
         for part in block:
@@ -127,7 +125,6 @@ def gather_samples(blocks: Sequence[Sequence[Part]]) -> list[Samples]:
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Join the parts (batches) of one dataloader."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
@@ -137,7 +134,6 @@ def _samples_of(parts: Sequence[Part]) -> Samples:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Concatenate batches to a tensor if shapes and dtypes match, else to a list."""
     if any(each is None for each in values):
         return None
     if all(isinstance(each, Tensor) for each in values):

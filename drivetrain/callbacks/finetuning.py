@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
     # to override
 
     def freeze_before_training(self, task: Task) -> None:
-        """Freeze the parameters that should not be trained at first.
+        """Freeze parameters before training starts, for example with `self.freeze(task.backbone)`.
 
         Subclasses must override this method.
 
@@ -242,7 +242,6 @@ class BaseFinetuning(Callback):
         _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record_groups(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record parameter groups that were added to an optimizer, to store them in checkpoints."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -259,8 +258,8 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _restore_groups(self, trainer: Trainer) -> None:
-        """Add the saved run's extra parameter groups again, so that optimizer states can be loaded."""
         parameters = _all_in_place(trainer)
+        # A saved optimizer state can be loaded only if the optimizer has the same groups.
         for number, groups in self._added.items():
             for group in groups:
                 for name in group["params"]:
@@ -403,7 +402,6 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _epoch_or_duration(given: int | str | Duration) -> int | Duration:
-    """Convert `unfreeze_backbone_at_epoch` to an epoch number or a `Duration`."""
     if isinstance(given, int):
         return given
     read = interval_of(given, "BackboneFinetuning.unfreeze_backbone_at_epoch")

@@ -69,7 +69,6 @@ class GradientAccumulationScheduler(Callback):
 
     @staticmethod
     def _epoch_of(given: Any) -> Any:
-        """Convert a key of `scheduling` to an epoch, or to a fraction of `max_epochs`."""
         if not isinstance(given, str | Duration) or (isinstance(given, str) and given.strip().isdigit()):
             return None if isinstance(given, float) else given
         duration = Duration.of(given, "GradientAccumulationScheduler.scheduling")
@@ -79,6 +78,7 @@ class GradientAccumulationScheduler(Callback):
                 f"GradientAccumulationScheduler(scheduling): {given!r} is not in epochs. Steps, samples and tokens "
                 "depend on the schedule itself. Use epochs (4, '4 epochs') or a fraction of the run ('50%').",
             )
+        # An int is an epoch, and a float is a fraction of `max_epochs`.
         return int(duration.amount) if duration.unit is Unit.EPOCHS else float(duration.amount)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:

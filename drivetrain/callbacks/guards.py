@@ -60,8 +60,6 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Loss or metric value of an optimizer step that a guard has yet to check."""
-
     step: int  # optimizer steps before this one
     epoch: int
     batches: tuple[int, ...]
@@ -135,14 +133,13 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Return the scalar that the guard checks, computed from this process's loss or metric.
-
-        Its average over all processes is passed to `judge`.
-        """
+        # The average of the returned scalar over all processes is passed to `judge`.
+        ...
 
     @abstractmethod
     def judge(self, value: float) -> str | None:
-        """Return a message if the value from `measure`, averaged over processes, is bad, or None if it is good."""
+        # The result is a message if `value` is bad, otherwise None.
+        ...
 
     # hooks
 
@@ -410,7 +407,6 @@ class NaNGuard(Guard):
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return a boolean tensor: True if all elements of the tensors are finite."""
     parts = [part for part in map(_local, tensors) if part.numel()]
     # The infinity norm is NaN or infinite if any element is, and needs no boolean copy of the tensor.
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]

@@ -197,8 +197,8 @@ class _Rates:
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Update the names under which rates are logged after a parameter group was added."""
         groups = self._optimizer.param_groups
+        # no parameter group was added
         if len(self._known) == len(groups):
             return
         names = [self._name(number, group, len(groups)) for number, group in enumerate(groups, start=1)]

@@ -93,7 +93,6 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """Create the save interval from the arguments of `ModelCheckpoint`."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
@@ -345,7 +344,7 @@ class ModelCheckpoint(Callback):
         return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
-        """Return the monitored metric's value.
+        """Return the current value of the metric `monitor`, by which checkpoints are compared.
 
         None if it has not been logged yet, or if no metric is monitored.
 
@@ -374,7 +373,7 @@ class ModelCheckpoint(Callback):
         return score
 
     def tie_of(self, trainer: Trainer) -> float | None:
-        """Return the value of `tie_monitor`, which decides between checkpoints with equal scores.
+        """Return the current value of the metric `tie_monitor`, which ranks checkpoints with equal scores.
 
         Returns None without a `tie_monitor`.
 

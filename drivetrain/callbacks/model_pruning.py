@@ -229,7 +229,10 @@ class ModelPruning(Callback):
                 self._method(module, name=name, **options)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset elements that are not pruned to their initial values, or to random ones with `resample_parameters`."""
+        """Reset pruned parameters to their values before training. Elements that pruning has masked stay 0.
+
+        With `resample_parameters=True`, parameters get new random values instead.
+        """
         for name, (module, own) in self._pruned().items():
             if self._resamples:
                 value = broadcast(_resampled(module, own))
@@ -320,7 +323,6 @@ class ModelPruning(Callback):
 
 
 def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
-    """Return the torch pruning method that `pruning_fn` selects."""
     if given not in _METHODS if isinstance(given, str) else not callable(given):
         raise ConfigurationError(
             f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a torch pruning "
@@ -347,7 +349,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _resampled(module: nn.Module, name: str) -> Tensor:
-    """Return new initial values for a pruned parameter."""
+    # `reset_parameters` draws all parameters of the module anew, so the others are restored below.
     kept = {key: each.detach().clone() for key, each in module._parameters.items() if each is not None}
     value = _parameter((module, name)).detach().clone()
     reset: Any = getattr(module, "reset_parameters", None)
@@ -360,8 +362,8 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """Return the trainable parameter of a (module, name) pair, pruned or not."""
     module, name = target
+    # Pruning stores the parameter under `<name>_orig`.
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None
     return found

@@ -386,8 +386,8 @@ def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, Sequence[str]]]:
-    """Leave out the columns that are not printed, such as FLOPs that were not measured."""
     has_run = any(title == "In sizes" for title, _ in columns)
+    # FLOPs are known only after a forward pass.
     return [column for column in columns if column[0] != " " and (has_run or column[0] != "FLOPs")]
 
 

@@ -417,8 +417,6 @@ def _columns(prediction: Any, indices: Sequence[int] | None) -> dict[str, Tensor
 
 
 def _without_padding(outputs: Any, rows: int | None, keep: int | None) -> Any:
-    """Remove the padding rows from the outputs of a step."""
-
     def is_list_of_rows(value: Any) -> bool:
         # A list of as many tensors may be several outputs instead.
         return isinstance(value, (list, tuple)) and has_rows(value, rows) and not any(map(is_tensor_of_rows, value))

@@ -102,7 +102,6 @@ class Stage:
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def line(self, parts: Sequence[str], values: Mapping[str, float]) -> str:
-        """Format the stage's title, some parts and metric values as one line."""
         return f"{self.title}: {', '.join([*parts, listed(values)] if values else parts)}"
 
     def summary(self, values: Mapping[str, float]) -> str:
@@ -113,7 +112,6 @@ class Stage:
         return self.line([f"{counted} in {_duration(elapsed)}{rate}", *self.left_in_all], values)
 
     def pause(self, seconds: float) -> None:
-        """Exclude some seconds, such as a nested validation, from the stage's speed."""
         self.paused += seconds
         if self.bar is not None:
             # tqdm computes rates from these times.
@@ -171,7 +169,6 @@ class BarDisplay:
         )
 
     def _width(self) -> dict[str, Any]:
-        """Return the arguments for a tqdm bar that is as wide as the terminal."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (AttributeError, OSError, ValueError):
@@ -247,7 +244,6 @@ class LineDisplay:
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
-    """Return a progress bar for a terminal or notebook, otherwise a line display."""
     if (is_terminal() or in_notebook()) and not logs_json():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
@@ -285,7 +281,7 @@ _FORMATS_WITHOUT_TOTAL = (
 
 
 def fit_line(columns: int, needed: int, values: Mapping[str, float], optional: Sequence[int]) -> tuple[int, str]:
-    """Fit columns and metric values into one line of the terminal.
+    """Return how many optional parts fit into a line of the terminal, and the metric values, shortened to fit.
 
     Args:
         columns: The width of the terminal.
@@ -626,7 +622,6 @@ class TQDMProgressBar(Callback):
             collect(stage.summary(values))
 
     def _end(self, trainer: Trainer) -> None:
-        """End the bar of an evaluation, and return to that of the training epoch, if any."""
         if self._display is None or not self._stages:
             return
         self._finish(trainer)
@@ -650,13 +645,10 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """Return the share of the run that is done, from 0 to 1.
-
-    The furthest of epochs, steps and time counts.
-    """
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)
     if trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
+    # The furthest of epochs, steps and time counts.
     return min(1.0, max(shares))

@@ -178,13 +178,9 @@ class RichProgressBar(TQDMProgressBar):
 
 
 class _Row:
-    """Progress bar drawn by rich. It has the attributes of a tqdm bar that shared code sets.
-
-    `number` is the task ID in rich. `start_t` and `last_print_t` have no effect, since rich measures the time itself.
-    """
-
     def __init__(self, number: Any) -> None:
         self.number = number
+        # Shared code sets these attributes of tqdm bars. They have no effect here, since rich measures the time itself.
         self.start_t = self.last_print_t = 0.0
 
 
@@ -277,13 +273,12 @@ class RichDisplay:
         from rich.text import Text
 
         class Part(ProgressColumn):
-            """Column of the progress bar that is shown only if the terminal has room for it."""
-
             def __init__(self, column: ProgressColumn, number: int) -> None:
                 super().__init__(Column(no_wrap=True))
                 self._column, self._number = column, number
 
             def render(self, task: Task) -> Any:
+                # only if the terminal has room for this column
                 return self._column.render(task) if task.fields["parts"] >= self._number else Text("")
 
         theme, whole = self._theme, Column(no_wrap=True, overflow="ignore")

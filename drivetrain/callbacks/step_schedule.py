@@ -70,7 +70,6 @@ class StepTimer:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the timer last fired on this process."""
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
@@ -116,7 +115,6 @@ class StepInterval:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the interval began, or 0 if the interval is not a time."""
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
@@ -131,9 +129,9 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Return the result of `is_due` for this step again, without communication."""
         if self._timer is None:
             return self.is_due(step)
+        # without communication, unlike `is_due`
         return self._asked == step and self._is_due
 
     def _decide(self, step: int) -> bool:
@@ -145,10 +143,6 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """Return how many intervals have ended since the run began.
-
-        Returns 0 for intervals in seconds or epochs.
-        """
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -180,19 +174,12 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that have counted toward this point of the run so far, for a checkpoint.
-
-        0 if the point is not given as a time.
-        """
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed
 
     def has_come(self) -> bool:
-        """Return True once the run has reached this point.
-
-        All processes must call it at the same steps.
-        """
+        # All processes must call this at the same steps.
         if self._timer is None:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
@@ -224,7 +211,6 @@ class StepLog:
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
-        """Start counting toward the callback's next log, when training starts. Return this object."""
         trainer = self._trainer
         if not self._is_own:
             self._interval = trainer.tracker_log.step_interval

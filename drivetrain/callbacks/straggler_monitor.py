@@ -25,8 +25,7 @@ logger = get_logger(__name__)
 
 
 class OwnTime(NamedTuple):
-    """Average step time of one process, without the backward pass, where it waits for others."""
-
+    # without the backward pass, in which a process waits for the others
     rank: int
     host: str
     waiting: float  # seconds spent waiting for the loader

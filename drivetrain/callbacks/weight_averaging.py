@@ -58,7 +58,7 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the model's parameters again, and free copies gathered for a forward pass."""
+        # This also releases copies that a forward pass has gathered.
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
@@ -81,7 +81,6 @@ class AveragedTensors:
     @torch.inference_mode(mode=False)  # in the inference mode of a validation, torch cannot detach a shard
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the model's weights and their average."""
         if not self._average:
             return
         self.refresh()
@@ -98,7 +97,6 @@ class AveragedTensors:
             broadcast(buffers)
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return two state dicts of the model: with the trained and with the averaged weights."""
         if self.swapped:
             self.swap()
             own, averaged = self._state(), self._swapped_state()
@@ -108,7 +106,6 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Restore the average from a checkpoint, without changing the model's weights."""
         own = self._live()
         # The model itself loads the average, since this also splits it into shards. Its weights are restored below.
         kept = [each.clone() for each in own]
@@ -700,7 +697,6 @@ class StochasticWeightAveraging(Callback):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
-        """Anneal the learning rates toward `swa_lrs`, in place of the task's schedulers."""
         groups = trainer.optimizers[0].param_groups
         if not self._initial_lrs:
             self._initial_lrs = [float(group["lr"]) for group in groups]
@@ -716,12 +712,12 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Load the averaged weights, and reset the batch norms so that an epoch recomputes them."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True
             average.swap()
             for norm in norms:
+                # The epoch that begins recomputes them.
                 norm.reset_running_stats()
         self._momenta = {norm: norm.momentum for norm in norms}
         for norm in norms:

@@ -23,7 +23,7 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """Measurements of one process over a few seconds of training, such as its speed.
+    """Speed, memory use and shares of time of one process in a few seconds of training, for a run's report.
 
     Attributes:
         time: The end of the stretch, in seconds since 1970.
@@ -71,7 +71,6 @@ class Sample:
 
     @property
     def busy(self) -> float:
-        """The fraction of time that was not spent on data, checkpoints or evaluation."""
         return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
@@ -289,7 +288,6 @@ def figure_of(run: RunValues) -> Any:
 def sampled_charts(
     lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
 ) -> list[Chart]:
-    """Return charts of speed, memory use and waiting for data, with a curve per rank."""
     charts = [
         Chart("steps per second", "Throughput", x="seconds"),
         Chart("samples per second", "Throughput", x="seconds"),
@@ -325,10 +323,6 @@ _MOST_PLACES = 400
 
 
 def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[float]]:
-    """Return the step, epoch and training time of each performance sample.
-
-    A page converts its x axis with them. Units that the run did not record are left out.
-    """
     rows: list[tuple[float, ...]] = [
         (each.step, time, each.epoch) for each, time in zip(samples, times_of(samples), strict=True)
     ]
@@ -345,6 +339,7 @@ def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[fl
         if row[0] > kept[-1][0]:
             kept.append(row)
     kept = kept[: -1 : 1 + len(kept) // _MOST_PLACES] + kept[-1:]
+    # The page converts its x axis with these columns. Units that the run did not record are left out.
     columns = {unit: list(column) for unit, column in zip(units, zip(*kept, strict=True), strict=True)}
     return {unit: column for unit, column in columns.items() if column[-1] > 0}
 

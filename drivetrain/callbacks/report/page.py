@@ -73,7 +73,7 @@ _SOONEST, _LATEST = 5.0, 600.0
 
 @dataclass
 class PageParts:
-    """Texts and tables of a report page, without its charts.
+    """Everything that the HTML page of a report shows except charts, such as headings and tables.
 
     Attributes:
         title: The heading and the window title.
@@ -319,7 +319,6 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write the report page of a run into its folder, and return its path."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -540,7 +539,6 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
-    """Return the shortest endings of several paths that are all different."""
     paths = [Path(os.path.abspath(place)) for place in places]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -639,10 +637,7 @@ class KnownRun:
 
     @property
     def metric(self) -> str:
-        """Text with the run's best monitored value, or else its last loss.
-
-        If the record of the run cannot be read, this is the reason.
-        """
+        # A record that cannot be read has only the reason for this.
         if self.state == UNREADABLE:
             return str(self.record.get("reason", ""))
         best = self.record.get("best", {})
@@ -781,7 +776,6 @@ def image_parts(images: Images) -> Iterator[Markup]:
 
 
 def _within_size(images: Images) -> dict[str, dict[float, list[bytes]]]:
-    """Return the newest images of each name that fit into a report page."""
     kept: dict[str, dict[float, list[bytes]]] = {name: {} for name in images}
     size = 0
     orders = {name: sorted(steps, reverse=True)[:_MOST_STEPS] for name, steps in images.items()}
@@ -817,7 +811,6 @@ def _figure(name: str, steps: Mapping[float, Sequence[bytes]]) -> Markup:
 
 
 def table_parts(tables: Sequence[LoggedTable]) -> Iterator[dict[str, Any]]:
-    """Convert logged tables to the dicts from which the report page is rendered."""
     for table in tables:
         width = min(len(table.columns), _MOST_COLUMNS)
         styles = [

@@ -236,7 +236,6 @@ class Curve:
         return value, next(step for each, step in pairs if each == value)
 
     def thinned(self, most: int = _MOST_POINTS) -> Curve:
-        """Return the curve with about `most` points, including its extremes."""
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
@@ -245,6 +244,7 @@ class Curve:
         for part in range(most // 2):
             first = int(part * width)
             stretch = self.values[first : int((part + 1) * width)]
+            # the extremes of each stretch
             kept |= {first + stretch.index(min(stretch)), first + stretch.index(max(stretch))}
         indices = sorted(kept)
         return Curve([self.steps[index] for index in indices], [self.values[index] for index in indices])
@@ -487,7 +487,7 @@ def _data_text(value: Any, several: bool) -> str:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Command line that starts a stopped run again, with its working directory and checkpoint.
+    """How to resume a stopped run: the command line, its working directory and the checkpoint to load.
 
     Attributes:
         words: The command.
@@ -506,10 +506,6 @@ class Resumption:
 
 
 def resumption_of(place: Path) -> Resumption:
-    """Return the command that resumes a stopped run from its newest checkpoint.
-
-    Raise `ConfigurationError` if it cannot be resumed.
-    """
     record = read_record(place)
     if not record:
         raise ConfigurationError(f"{place} has no {NAME}, so the command that started the run is unknown.")

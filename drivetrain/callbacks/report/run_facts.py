@@ -137,10 +137,6 @@ def _model(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 
 def _data(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the sizes of a run's training and validation data, such as samples and batches.
-
-    `batches` counts the batches of one process.
-    """
     found = {}
     validation = trainer.num_val_batches
     for name, loaders, batches in (
@@ -158,6 +154,7 @@ def _data(trainer: Trainer) -> dict[str, dict[str, Any]]:
         }
         part = {key: each[0] if len(each) == 1 else each for key, each in sizes.items() if any(each)}
         if math.isfinite(batches):
+            # the batches of one process
             part["batches"] = int(batches)
         if part:
             found[name] = part
@@ -231,11 +228,11 @@ _LIBRARIES = (os.path.dirname(os.__file__), str(Path(__file__).parents[2]))
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, or the original error of a loader's worker."""
     first, text = first_line(error), str(error).strip()
     if "\nOriginal Traceback" not in text:
         return first
     # The first line is such as "ValueError: Caught ValueError in DataLoader worker process 0."
+    # The last line is the original error of the loader's worker.
     return f"{text.splitlines()[-1]} (in {first.partition(' in ')[2].rstrip('.')})"
 
 

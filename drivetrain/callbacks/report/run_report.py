@@ -173,7 +173,6 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the times and outcomes of a resumed run's earlier sessions, from its `run.json`."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
@@ -281,7 +280,6 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """Stop the background thread, after waiting at most `seconds` for its current call."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
