@@ -55,15 +55,12 @@ _DYING = 0.2  # seconds that a killed process may still exist after its peers ha
 
 @dataclass(frozen=True)
 class Ending:
-    """Exit code of a rank's process, and the time when it was last seen running."""
-
     exit_code: int
+    # the time when the process was last seen running
     last_seen: float
 
 
 class LocalRanks:
-    """Processes of this machine's ranks."""
-
     def __init__(
         self,
         processes: dict[int, Any],
@@ -101,11 +98,8 @@ class LocalRanks:
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
-        """Return True if a rank has recorded a fatal error.
-
-        Its process may still be running its exit handlers.
-        """
         record = self._record(local)
+        # The process may still be running its exit handlers.
         return record is not None and record.final
 
     def any_failed(self) -> bool:
@@ -145,18 +139,15 @@ class LocalRanks:
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Return True if a rank has raised an exception or was killed by another signal."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
+        # `number` is the signal that the launcher has forwarded.
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
             return True
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """Return the failures of this machine's ranks, except of those that the launcher stopped.
-
-        If `with_lost` is False, ranks whose work others take over are left out.
-        """
+        # Others take over the work of lost ranks.
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
@@ -183,7 +174,6 @@ class LocalRanks:
         return failures
 
     def ended_with(self, exit_code: int) -> bool:
-        """Return True if the first failure has this exit code, such as that of a preemption."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == exit_code
 
@@ -193,7 +183,6 @@ class LocalRanks:
     # Termination
 
     def await_other_failures(self) -> None:
-        """Wait briefly until other ranks have recorded their failures."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
@@ -286,10 +275,7 @@ _FAREWELL = 3.0  # seconds that the machine with the store waits for the others 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Exchange the numbers of restarts and failures between machines. Return the highest ones.
-
-    A machine that joins the run later thus continues the counts of the others. Waits for all machines.
-    """
+    # A machine that joins the run later continues the counts of the others.
     store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
     # `get` waits until the other machine has written its counts.
     counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
@@ -297,7 +283,7 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
 
 
 class Peers:
-    """Connection to the launchers on the run's other machines.
+    """Messages between the launchers of a run's machines, so that all of them stop and restart together.
 
     Each start of the ranks uses its own keys. With a single machine, all methods return at once. The same happens after
     the machine that serves the store has exited.
@@ -313,7 +299,6 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Report to the other machines that this machine's ranks have ended, and their failure."""
         self._write(f"failed/{self._machine}", failure.to_json() if failure is not None else "")
         self._write("failed")
 
@@ -351,11 +336,11 @@ class Peers:
         self._write(f"stacks/{self._machine}", own)
 
     def is_time_to_poll(self) -> bool:
-        """Return True once per second, to check the other machines. Sends a heartbeat."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False
         self._next_poll = now + _PEERS_POLL_INTERVAL
+        # a heartbeat for the other machines
         self._beats += 1
         self._write(f"alive/{self._machine}", str(self._beats))
         return True
@@ -377,20 +362,15 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Announce that this machine has succeeded. Return True if all machines have."""
+        # This machine has succeeded.
         self._write(f"done/{self._machine}")
         # The machine that serves the store exits only after all machines are done.
         return self._has(self._keys("done")) or self._machines == 1
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
-        """Exchange failures with the other machines, and return the earliest or None.
-
-        Call this after this machine's ranks have exited.
-
-        With `final`, wait until the other machines have read the failures, before the store may disappear.
-        """
         if self._machines == 1:
             return own
+        # This machine's ranks have exited.
         self.publish(own)
         found = [own] if own is not None else []
         try:
@@ -398,6 +378,7 @@ class Peers:
             for key in self._keys("failed"):
                 if self._store.check([key]) and (published := self._store.get(key).decode()):
                     found.append(RankFailure.from_json(published))
+            # The store may disappear after the last exchange, so wait until the other machines have read the failures.
             if final:
                 self._write(f"read/{self._machine}")
                 self._wait_for_all("read", _FAREWELL)
@@ -649,7 +630,7 @@ class RankAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stop_peers(self, locals_: Iterable[int]) -> None:
-        """Stop the remaining ranks after one has failed, at once before a restart."""
+        # at once before a restart
         self.ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
@@ -661,7 +642,7 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """Wait until preempted ranks have saved. Return whether the run ends or restarts."""
+        # Preempted ranks save a checkpoint before they exit.
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
@@ -683,7 +664,6 @@ class RankAgent(LocalElasticAgent):
         return self._give_up()
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
-        """Wait until ranks that got a signal have saved and exited. If one crashes, stop the others."""
         ranks = self.ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
@@ -699,19 +679,14 @@ class RankAgent(LocalElasticAgent):
     # Signals
 
     def _take_signals(self, before: dict[signal.Signals, Any]) -> None:
-        """Install signal handlers that forward signals to the ranks.
-
-        Torch's handlers raise an exception at an arbitrary point of the program.
-
-        `before` has the handlers from before torch installed its own.
-        """
+        # `before` has the handlers from before torch installed its own. Those of torch raise an exception at an
+        # arbitrary point of the program.
         for number, handler in before.items():
             self._previous_handlers.setdefault(number, handler)
             # Ignored signals stay ignored, so that `nohup drivetrain launch …` outlives its terminal.
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal to be forwarded to the ranks. A second one kills them."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))

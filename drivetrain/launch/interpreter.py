@@ -22,7 +22,6 @@ class Invocation:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> Invocation:
-        """Parse the command line of a Python interpreter, by default that of this process."""
         options: list[str] = []
         rest = list(sys.orig_argv[1:] if arguments is None else arguments)
         while rest:

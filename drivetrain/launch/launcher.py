@@ -57,7 +57,6 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Plan the processes that this machine starts, with their devices and variables."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -400,16 +399,13 @@ def _local_address_for(address: str) -> str | None:
 
 
 def _is_unresolved_local_address(address: str) -> bool:
-    """Return True if an address is this machine's but torch does not recognize it.
-
-    On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
-    """
     if _matches_machine_hostname(address):
         return False
     try:
         wanted = {found[4][0] for found in socket.getaddrinfo(address, None)}
     except OSError:
         return False
+    # On machines with several networks and in containers, no machine would serve the rendezvous otherwise.
     return any(each.address in wanted for found in psutil.net_if_addrs().values() for each in found)
 
 

@@ -113,7 +113,6 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Serialize a value for a new Python process with pickle or cloudpickle."""
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -126,6 +125,7 @@ def sent(value: Any, has_script: bool) -> bytes:
 
     class Pickler(cloud.Pickler):  # type: ignore[misc, name-defined]
         def reducer_override(self, given: Any) -> Any:
+            # The child process imports the script, and finds this class or function there.
             if has_script and isinstance(given, type | FunctionType) and _is_of_script(given):
                 return NotImplemented
             return super().reducer_override(given)
@@ -142,7 +142,6 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return an error message that names the object that cannot be pickled, if any."""
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -254,7 +253,8 @@ _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """Exception that ends a child's import of the script before it starts processes again."""
+    # Ends a child's import of the script before it starts processes again.
+    ...
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,6 @@ class ScriptMain:
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """Return the location of the running script, or None in a notebook."""
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if path is None or not os.path.isfile(path):
@@ -276,17 +275,14 @@ class ScriptMain:
         return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
 
     def load(self) -> None:
-        """Import the user's script as the `__main__` module of this child process.
-
-        Its `__name__` is `"__mp_main__"`, so that `if __name__ == "__main__"` does not run. The import stops at the
-        call that would start processes again.
-        """
+        # Under this name, `if __name__ == "__main__"` does not run.
         module = ModuleType(_NAME)
         module.__file__ = self.path
         sys.modules["__main__"] = sys.modules[_NAME] = module
         PartialState.registry()[_IMPORTS] = True
         try:
             exec(self._code(module), module.__dict__)
+        # The call that would start processes again ends the import.
         except ScriptReached:
             pass
         finally:
@@ -301,7 +297,6 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """End a child process's import of the script that would start processes again."""
     if PartialState.registry().get(_IMPORTS):
         raise ScriptReached
 
@@ -329,8 +324,6 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """Raised after Ctrl-C if all processes have ended in order with a value."""
-
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
@@ -417,12 +410,6 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait for all processes, and return the function's value in the first one.
-
-        After a failure, the other processes are terminated.
-
-        Raise `InterruptedProcessesError` if they ended after an interrupt and the first one returned a value.
-        """
         try:
             with self._signals_forwarded():
                 self._wait()
@@ -434,6 +421,7 @@ class Processes:
                 self._send(signal.SIGINT)
             self._wait(_INTERRUPT_PATIENCE)
             if self._forwards and self._value() is not None:
+                # All processes have ended after the interrupt, and the first one has returned a value.
                 raise InterruptedProcessesError(self._returned()) from None
             raise
         finally:

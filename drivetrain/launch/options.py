@@ -354,7 +354,7 @@ class LaunchOptions:
 
     @classmethod
     def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
-        """Create launch options from settings that are stored with their source, such as a flag.
+        """Create launch options from collected settings, each stored with its origin, such as a flag.
 
         Args:
             given: Values by name of the setting.

@@ -62,15 +62,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a Ray worker on its rank's process and new output.
-
-    Attributes:
-        output: New output in order: 1 for stdout or 2 for stderr, and the bytes.
-        alive: True if the process still runs.
-        failing: True if the rank has exited or is about to exit with an error.
-        failures: The rank's own failure, if any.
-    """
-
     output: tuple[tuple[int, bytes], ...] = ()  # in order: 1 for stdout or 2 for stderr, and the bytes
     alive: bool = True
     failing: bool = False  # the rank has exited or is about to exit with an error
@@ -169,7 +160,6 @@ class RayWorker:
         return process.pid
 
     def poll(self, patience: float) -> Report:
-        """Return a report of the rank, after at most `patience` seconds."""
         ranks = self._running()
         deadline = time.monotonic() + patience
         while True:
@@ -209,7 +199,6 @@ def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str])
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment variables to copy to other machines."""
     left = {*_OF_A_MACHINE, *leave}
     return {
         name: value
@@ -292,7 +281,6 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """Return how many ranks to start on a Ray cluster, and whether each gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
@@ -309,10 +297,6 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
 def reserved(
     ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
 ) -> Iterator[list[Any]]:
-    """Return a context that yields a Ray worker for each rank.
-
-    Yields an empty list if a signal stopped the wait for free resources.
-    """
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -329,6 +313,7 @@ def reserved(
                 where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
                 chosen = {"num_cpus": needed["CPU"], "num_gpus": needed.get("GPU", 0), "max_restarts": 0}
                 workers.append(kind.options(scheduling_strategy=where, **chosen).remote())
+        # empty if a signal stopped the wait for free resources
         yield workers
     finally:
         if workers:
@@ -341,7 +326,6 @@ def reserved(
 def _await_resources(
     ray: Any, options: LaunchOptions, group: Any, needed: dict[str, float], count: int, stopped: Callable[[], bool]
 ) -> bool:
-    """Wait until the Ray cluster has enough free CPUs and GPUs for all ranks."""
     begin = time.monotonic()
     limit = float(options.rendezvous_settings.get("timeout", _RESERVE_TIMEOUT))
     noticed = False
@@ -372,7 +356,6 @@ def _has(ray: Any) -> str:
 
 
 def rank_order(places: list[Place]) -> list[int]:
-    """Return the workers' indices in rank order, machine by machine."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
     # Sort ids by length first, so that 10 comes after 9.
@@ -444,7 +427,6 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait until all ranks have exited, and return the first failure or None."""
         while self.alive():
             self.poll()
             if signals:
@@ -557,10 +539,6 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
 
 
 def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """Yield the environment variables of each rank, such as `RANK`.
-
-    As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
-    """
     nodes = list(dict.fromkeys(place.node for place in places))
     for rank, place in enumerate(places):
         peers = [other for other in range(len(places)) if places[other].node == place.node]
@@ -573,6 +551,8 @@ def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
             "GROUP_WORLD_SIZE": len(nodes),
         }
         own = {name: str(value) for name, value in variables.items()}
+        # As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local
+        # rank.
         devices = [device for other in peers for device in places[other].devices]
         yield own | ({VISIBLE_DEVICES: ",".join(devices)} if devices else {})
 

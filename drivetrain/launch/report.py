@@ -71,7 +71,7 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """Exit code as in a shell: 128 plus the number of a fatal signal."""
+        # as in a shell: 128 plus the number of a fatal signal
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def to_json(self) -> str:
@@ -238,7 +238,6 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Parse a stack trace of Python's `faulthandler`, or return None without frames."""
         frames: list[Frame] = []
         for line in text.splitlines():
             if line.startswith(("Stack ", "Current thread ", "Thread ")):
@@ -249,12 +248,11 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """Innermost stack frame in the user's own code, or else of all."""
+        # Frames are in order from the innermost one.
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective in which the rank waits, such as `gather`, or None."""
         inside = list(takewhile(lambda frame: is_library(frame.filename), self.frames))
         ours = [frame for frame in inside if in_package(frame.filename, "runtime")]
         torchs = [frame for frame in inside if in_torch(frame.filename, "distributed")]

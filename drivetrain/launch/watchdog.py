@@ -31,10 +31,9 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """Last sign of progress of one rank, and the time since when the rank has been idle."""
-
     pid: int
     path: str
+    # the time of the last sign of progress
     since: float
     beats: int = -1
     cpu_time: float = 0.0
@@ -55,8 +54,6 @@ class _Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """State and stack trace of one rank when a run hangs."""
-
     rank: int
     pid: int
     status: str  # of the process, such as "sleeping" or "stopped"
@@ -97,7 +94,6 @@ class Watchdog:
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Check the ranks' progress, and return a report of each if the run hangs."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -135,7 +131,6 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """Return the failure of a hanging run, with the rank that was idle for longest."""
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
         lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]

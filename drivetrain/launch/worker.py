@@ -146,15 +146,13 @@ def _traceback(error: BaseException) -> str:
 
 
 def _free_frames(error: BaseException) -> None:
-    """Free what an exception's traceback keeps alive, such as models.
-
-    Sets `sys.last_value` first, from which exit handlers detect a failed script.
-    """
+    # Exit handlers detect a failed script by `sys.last_value`.
     sys.last_type, sys.last_value = type(error), error
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:
         seen.add(id(chain))
+        # The frames of a traceback keep their objects alive, such as models.
         trace, chain.__traceback__ = chain.__traceback__, None
         if trace is not None:
             # clear_frames skips the first frame, which belongs to this file and is still running.

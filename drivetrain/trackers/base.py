@@ -94,9 +94,9 @@ class Tracker(ABC):
         return ()
 
     def load(self) -> None:
-        """Import the packages that the tracker needs.
+        """Import the packages of the tracking service, before training starts and the first value is logged.
 
-        Called on the main thread before the first training step.
+        Called on the main thread.
         """
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run.
+        """Write hyper-parameters of the run, such as the learning rate, to the tracker's file or service.
 
         Further calls add to the values that are already stored.
 
@@ -209,7 +209,7 @@ class Tracker(ABC):
         return kept
 
     def save(self) -> None:
-        """Flush all values logged so far, to disk or to the tracker's server."""
+        """Write all values that are still buffered to disk, or send them to the tracker's server."""
 
     def finish(self) -> None:
         """Write all remaining values and close the tracker's run.
@@ -307,7 +307,7 @@ def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, 
 
 
 def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
-    """Log hyper-parameters with the method that the tracker overrides."""
+    # A tracker that overrides `log_hyperparams` gets all hyper-parameters there.
     if type(tracker).log_hyperparams is Tracker.log_hyperparams:
         tracker.store_init_configuration(values)
     else:
@@ -581,7 +581,6 @@ class Losses:
             self._given += values
 
     def count_lost(self, values: int, error: BaseException | str, advice: str = "") -> None:
-        """Count logged values that could not be written. Warns once for each cause."""
         cause = self.secrets.in_text(error if isinstance(error, str) else first_line(error))
         # Messages that differ only in numbers or addresses count as one cause.
         kind = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)

@@ -100,7 +100,7 @@ class CometLogger(BackgroundTracker):
 
     @property
     def version(self) -> str:
-        """The key that identifies the Comet experiment."""
+        """The key of the Comet experiment. `CometLogger(experiment_key=...)` continues this experiment."""
         return self._run_of_comet.key
 
     def state_dict(self) -> dict[str, Any]:

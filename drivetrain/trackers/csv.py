@@ -83,9 +83,9 @@ class CSVLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> Path:
-        """The path of the file `metrics.csv` of this run.
+        """The path of `metrics.csv`, since this tracker writes a file and has no run object of a library.
 
-        Getting it creates the run's directory.
+        Reading this property creates the run's directory.
         """
         self.start()
         return self.run_directory.path / "metrics.csv"
@@ -182,12 +182,9 @@ def _file_name(name: str) -> str:
 
 
 def _same_step(last: Row, new: Row) -> bool:
-    """Return True if new values fit into the last row of the CSV file.
-
-    The epoch may differ, since values logged at the start of an epoch have the last step of the previous epoch.
-    """
     if "step" not in new or last.get("step") != new["step"]:
         return False
+    # The epoch may differ, since values logged at the start of an epoch have the last step of the previous epoch.
     return all(last[key] == value for key, value in new.items() if key in last and key != "epoch")
 
 
@@ -253,7 +250,6 @@ class _Table:
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
-    """Rewrite a CSV file with some columns and rows. Return the number of rows."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
     try:
@@ -271,10 +267,6 @@ def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
 
 
 def _cut_table(path: Path, columns: list[str], limit: int) -> int:
-    """Cut a CSV file to the rows and columns that a resumed run continues.
-
-    Returns the number of rows.
-    """
     if not columns:
         path.unlink(missing_ok=True)
         return 0

@@ -67,7 +67,6 @@ class RunDirectory:
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def resume(self, version: Any) -> bool:
-        """Switch to the directory of an earlier run. Return False if that is not possible."""
         if self.is_given:
             return bool(self._version == version)
         is_number = type(version) is int and version >= 0
@@ -132,7 +131,6 @@ class RunDirectory:
             return number
 
     def release(self) -> None:
-        """Remove this run's directory if it is empty."""
         if self._remove_empty is not None and self._remove_empty():
             self._is_free_again = True
 
@@ -219,7 +217,6 @@ class DirectoryTracker(Tracker):
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
-        """Return an entry of the tracker's saved state, after checking its type."""
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(
@@ -229,17 +226,11 @@ class DirectoryTracker(Tracker):
         return value
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
-        """Remove the values that were logged after the checkpoint was saved."""
+        # Subclasses remove the values that were logged after the checkpoint was saved.
+        ...
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Write all remaining values when a run ends.
-
-        Files stay open after a completed run, for later test results.
-
-        Args:
-            status: The status of the run, as for `Tracker.finalize`.
-            message: The first line of the error that ended the run.
-        """
+        # Files stay open after a completed run, for later test results.
         if STATUS_WORDS.get(status, status) == COMPLETED:
             self.save()
         else:

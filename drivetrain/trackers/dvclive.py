@@ -109,7 +109,7 @@ class _DVCLiveRun(PackageRun):
         return found == self.run_id
 
     def _files(self) -> dict[str, Path]:
-        """Return the DVCLive files that grow with logged values, by relative path."""
+        # the files that grow with logged values
         found = sorted((self._directory / "plots" / "metrics").rglob("*.tsv"))
         return {path.relative_to(self._directory).as_posix(): path for path in found}
 

@@ -63,9 +63,9 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Queue a call that logs some values. Return False if the queue is full."""
         with self._changed:
             if self._pending >= self._limit and not always:
+                # The queue is full.
                 return False
             self._pending += 1
             # A forked process inherits the queue, but not its thread.
@@ -83,7 +83,6 @@ class CallQueue:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Discard all queued calls, and return how many values are lost."""
         with self._changed:
             # A call that hangs keeps the old queue and its thread. New calls get a new queue, so they are not
             # blocked.
@@ -428,7 +427,6 @@ class BackgroundTracker(Tracker):
 
 
 def as_numbers(values: Mapping[str, Any], secrets: Secrets | None = None) -> dict[str, Any]:
-    """Convert one-element tensors to numbers, and hide secrets in texts."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if hasattr(value, "item") and getattr(value, "size", None) is not None:
@@ -493,7 +491,6 @@ class TrackerGroup:
 
     @property
     def secrets(self) -> Secrets:
-        """The secrets of all trackers, with methods that remove them from values."""
         if self._clean is None:
             self._clean = Secrets(each for tracker in self.trackers for each in tracker.secrets)
         return self._clean
@@ -501,14 +498,13 @@ class TrackerGroup:
     # start of the run
 
     def start(self) -> None:
-        """Import the trackers' packages, and open runs that are used in the background."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
 
     def share_directories(self) -> None:
-        """Use the main process's run directories on all processes."""
         held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
+        # All processes use the run directories of the main process.
         [versions] = broadcast_object_list([[each.version for each in held] if self.is_main else None])
         for directory, version in zip(held, versions, strict=False):
             directory.version = version
@@ -599,7 +595,6 @@ class TrackerGroup:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the tracker runs that a checkpoint describes."""
         if self.is_main:
             # States are matched by position. A resumed run may have more or fewer trackers.
             given = [state for state in states if _RECORDED not in state]

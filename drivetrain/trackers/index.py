@@ -40,10 +40,6 @@ _TITLE = "# when, where and with which command each run began, newest first\n"
 
 
 def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], secrets: Sequence[str] = ()) -> None:
-    """List this run at the top of the index file of its log directory.
-
-    Several runs may call it at the same time.
-    """
     directory = Path(save_dir, DIRECTORY)
     shown = os.fspath(place)
     if "://" not in shown:
@@ -52,6 +48,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}  {command(secrets)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # Several runs may do this at the same time.
         with locked(directory / f".{NAME}.lock", LOCK_SECONDS):
             # A line break in a path or command must not begin another entry.
             _put_first(directory / NAME, " ".join(line.splitlines()))
@@ -102,7 +99,6 @@ def words_of_command() -> list[str]:
 
 
 def command(secrets: Sequence[str] = ()) -> str:
-    """Return the command that started this run, without its secrets."""
     words = words_of_command()
     words[:1] = [os.path.basename(word) for word in words[:1]]
     kept: list[str] = []

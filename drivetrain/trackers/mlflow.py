@@ -162,12 +162,12 @@ class _MLFlowRun(PackageRun):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock on a SQLite database, so that one run at a time creates its tables."""
         _, is_sqlite, path = self._uri.partition("sqlite:///")
         if not is_sqlite:
             yield
             return
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        # One run at a time creates the tables of the database.
         with locked(f"{path}.lock", _LOCK_SECONDS):
             yield
 
@@ -185,7 +185,6 @@ class _MLFlowRun(PackageRun):
         return str(client.create_experiment(name, artifact_location=files))
 
     def _context(self) -> dict[str, str]:
-        """Return the tags of a new MLflow run, the user's and MLflow's own."""
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 

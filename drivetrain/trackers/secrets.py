@@ -72,7 +72,6 @@ def is_secret_name(name: str) -> bool:
 
 
 def _covered(value: Any) -> Any:
-    """Return `<hidden>` in place of a secret text."""
     if value is None or isinstance(value, (bool, int, float)) or value in ("", HIDDEN):
         return value
     return HIDDEN

@@ -46,7 +46,6 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Return True if a tracker may record the script and command line."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
@@ -111,7 +110,7 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the package's run, and return its path or URL, or None."""
+        # Returns the run's path or URL, or None.
         raise NotImplementedError
 
     def start(self) -> None:

@@ -124,13 +124,10 @@ class _TrackioRun(PackageRun):
         self.tracker.log(named, step=step)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
-        """Add values to the run's configuration.
-
-        Trackio 0.43 writes the configuration once, together with the next values. If one batch holds several
-        configurations, it writes the first, so pending values must be sent before.
-        """
         run = self.tracker
         deadline = time.monotonic() + _BATCH_SECONDS
+        # Trackio 0.43 writes the configuration once, together with the next values. If one batch holds several
+        # configurations, it writes the first, so pending values must be sent before.
         while (run._queued_logs or run._sending_batch) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._configuration.update(values)

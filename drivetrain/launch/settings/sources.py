@@ -73,10 +73,7 @@ def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
-    """Remove the sharding setting that belongs to the other version of FSDP.
-
-    The other launcher always sets one for each version.
-    """
+    # The other launcher always sets one key for each version of FSDP.
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":
         found.pop("fsdp_sharding_strategy", None)
@@ -87,7 +84,6 @@ def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
 
 
 def _keep_backend_settings(found: dict[str, Any]) -> None:
-    """Remove FP8 settings of other backends than the selected one."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
         if backend is not None and name not in FP8_SETTINGS_OF[backend]:
@@ -185,7 +181,6 @@ class _Reader:
             )
 
     def settle(self) -> None:
-        """Add the settings that follow from several keys, after the whole file has been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")
@@ -333,12 +328,6 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """Collect the launch settings from flags, variables, SLURM and the configuration file.
-
-    The first of these sources that has a setting wins.
-
-    Without a `config_file`, it is the user's own, if that exists.
-    """
     from_flags: dict[str, Given] = {}
     for name, value in flags.items():
         flag = SETTINGS[name].flag
@@ -360,6 +349,7 @@ def collect(
                 beside = file.parent / value
                 value = str(beside) if beside.exists() else value
             from_file[name] = Given(value, f"file {file}")
+    # The first source that has a setting wins.
     merged = merge((from_flags, from_environment, from_job, from_file))
     for name, given in merged.items():
         group = GROUPS.get(SETTINGS[name].group)
