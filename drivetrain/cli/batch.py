@@ -15,7 +15,7 @@ def _split(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator for commands that write a batch file, for example for SLURM.
+    """Return a decorator that turns a function into the click command `name`, which writes a cluster's batch file.
 
     Args:
         name: The name of the command.

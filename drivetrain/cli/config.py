@@ -66,7 +66,7 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
 @_FILE
 @click.pass_obj
 def update(group_file: str | None, config_file: str | None) -> None:
-    """Rewrite a configuration file of an older version so that it uses the current keys."""
+    """Rewrite a launch configuration file that an older version wrote, with the current names of its keys."""
     path = _file(config_file or group_file)
     values = read_config(path)
     _write(path.with_suffix(".yaml") if path.suffix == ".json" else path, values)

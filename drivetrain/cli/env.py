@@ -67,7 +67,6 @@ def env(config_file: str | None) -> None:
 
 
 def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of `drivetrain env`: a section title, a name and a value."""
     yield from _versions()
     yield from _devices()
     yield from _process()
@@ -121,7 +120,6 @@ def _settings() -> Iterator[tuple[str, str, str]]:
 
 
 def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each key of the user's configuration file."""
     import yaml
 
     from drivetrain.launch.settings.sources import find_config_file

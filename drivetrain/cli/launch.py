@@ -36,7 +36,7 @@ def section_of(name: str) -> str:
 
 
 def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for each launch setting to a command."""
+    """Decorate a click command so that it accepts each launch setting, such as `--num_processes`, as a flag."""
     for setting in reversed(SETTINGS.values()):
         names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
         names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]

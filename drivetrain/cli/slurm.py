@@ -26,7 +26,7 @@ from drivetrain.cli.batch import batch_command, write_batch
 def slurm(
     script: str, args: tuple[str, ...], flags: tuple[str, ...], file: Path | None, setup: tuple[str, ...], **values: Any
 ) -> None:
-    """Write an sbatch file that launches SCRIPT with ARGS.
+    """Write an sbatch file that runs the script SCRIPT with the arguments ARGS on a SLURM cluster.
 
     Before the job's time limit, the script saves a checkpoint and the job is requeued. It then resumes from the
     checkpoint.

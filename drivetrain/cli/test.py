@@ -69,7 +69,6 @@ def test(flags: tuple[str, ...]) -> int:
 
 
 def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """Return the launch settings in the given flags, and whether `--dry_run` is among them."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect

@@ -127,10 +127,7 @@ def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _hybrid_mesh(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Translate HYBRID_SHARD of FSDP 1 to device mesh sizes, with a text about the change.
-
-    Parameters are sharded within a machine and replicated between machines.
-    """
+    # FSDP 1's HYBRID_SHARD shards parameters within a machine and replicates them between machines.
     machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
     if processes % machines:
         raise ConfigurationError(

@@ -79,7 +79,7 @@ class Network(nn.Module):
 
 
 class Trial:
-    """Checks that `drivetrain test` runs on a distributed setup.
+    """The checks of `drivetrain test`, which show whether this machine's distributed setup trains correctly.
 
     Later checks rely on earlier ones.
     """
@@ -215,7 +215,6 @@ class Trial:
         return outputs.float()
 
     def losses(self, steps: int = STEPS) -> Iterator[float]:
-        """Train a small network on the setup under test, and yield the loss of each step."""
         accelerator = self.accelerator
         loader = DataLoader(self.data, ROWS)
         if self.model is None:
@@ -281,7 +280,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Run the checks of `drivetrain test` until one fails, and return the results.
+    """Check this machine's distributed setup with the checks of `drivetrain test`, up to the first that fails.
 
     Args:
         processes: The expected number of processes. None accepts any number.

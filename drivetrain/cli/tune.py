@@ -74,10 +74,7 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _timing_command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the command that times a user's script, in two parts.
-
-    The path of the trial's JSON file belongs between them.
-    """
+    # The path of the trial's JSON file belongs between the two returned parts.
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 
@@ -91,15 +88,6 @@ def _timing_command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _measure(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
-    """Run the user's script with one change, and measure its training steps.
-
-    Returns a dict with the `seconds` per step, or with a `problem`.
-
-    Args:
-        command: The command line before and after the path of the trial's JSON file.
-        change: The change to try. An empty one runs the script as it is.
-        folder: The folder for the trial's files.
-    """
     from drivetrain.runtime.environment import RESUME_VARIABLE
 
     before, after = command

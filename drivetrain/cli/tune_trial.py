@@ -119,12 +119,7 @@ class Pace(Callback):
 
 
 def _patch_trainer(change: Change, result: Path) -> None:
-    """Patch `Trainer` so that the user's script times a few steps with one change.
-
-    Args:
-        change: The change to try.
-        result: The file to which the result is written.
-    """
+    # The user's script creates its Trainer itself, so the class is changed before the script runs.
     make, adapt = Trainer.__init__, Trainer.adapt_loader
 
     @functools.wraps(make)

@@ -82,7 +82,6 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        """Properties of the candidate's strategy."""
         return KINDS[self.strategy]
 
     @property
@@ -97,7 +96,6 @@ class Candidate:
 
     @property
     def way(self) -> str:
-        """Strategy with its sizes, such as `"fsdp"`, `"parallel+tp=2"` or `"deepspeed:3"`."""
         if self.kind.has_engine:
             return f"{self.strategy}:{self.stage}"
         sizes = [(name, getattr(self, name)) for name in ("dp_replicate", "tp", "cp", "pp")]
@@ -137,11 +135,7 @@ class Candidate:
         return options
 
     def make(self, tp_plan: Any = None) -> Strategy:
-        """Create the candidate's strategy object, on which `setup` has not been called.
-
-        Args:
-            tp_plan: The plan of `Parallel` with `tp` above 1.
-        """
+        # `setup` has not been called on the returned strategy.
         import drivetrain
         from drivetrain.strategies.base import Strategy
 
@@ -154,7 +148,7 @@ class Candidate:
         return made
 
     def python(self) -> str:
-        """Return Python code that trains with the candidate's strategy."""
+        """Return Python code of a Trainer that trains as this candidate describes, to paste into a script."""
         options = self._options()
         if self.tp > 1:
             options["tp_plan"] = "auto"
@@ -169,7 +163,7 @@ class Candidate:
         )
 
     def flags(self, cluster: Cluster) -> list[str]:
-        """Return the flags of `drivetrain launch` that select the candidate's strategy.
+        """Return the `drivetrain launch` flags for this candidate: its processes, precision and strategy.
 
         Pipeline stages have no flag: the script sets them.
 
@@ -200,7 +194,7 @@ class Candidate:
         }
 
     def configuration(self, cluster: Cluster) -> dict[str, Any]:
-        """Return the content of a launch configuration file that selects the candidate's strategy.
+        """Return a launch configuration file as a dict, with this candidate's processes, precision and strategy.
 
         Args:
             cluster: The devices.
@@ -226,7 +220,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a model that decide which candidates are possible, such as its blocks.
+    """Properties of a model, such as its number of blocks, that decide which strategies can train the model.
 
     Attributes:
         blocks: Number of repeated blocks.
@@ -253,7 +247,7 @@ def candidates(
     precisions: Sequence[str] = ("bf16",),
     recompute: Sequence[bool] = (False, True),
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that suit a model and a cluster, and the reasons against the others.
+    """Return the possible ways to train a model on a cluster, and the reasons why other ways are impossible.
 
     Args:
         cluster: The devices.

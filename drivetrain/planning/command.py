@@ -186,7 +186,7 @@ def _what_if(made: Plan, options: dict[str, Any], progress: Any) -> dict[str, li
 
 
 def as_text(made: Plan, more: dict[str, list[Result]], options: dict[str, Any]) -> str:
-    """Return a plan as text: the advice, a table of candidates, and how to launch the best one.
+    """Return the text that `drivetrain plan` prints: its advice, a table of strategies and a launch command.
 
     Args:
         made: The plan.

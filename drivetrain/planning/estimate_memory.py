@@ -179,7 +179,6 @@ def _states(size: ModelSize, precision: str, optimizer: str) -> int:
 
 
 def _as_dicts(made: Plan) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the peak and its parts for each strategy and precision."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for result in made.results:
         row: dict[str, Any] = {"error": result.error}
@@ -191,7 +190,6 @@ def _as_dicts(made: Plan) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _peaks(made: Plan, precisions: Sequence[str]) -> list[list[str]]:
-    """Return a row for each strategy, with its peak in each precision."""
     rows: dict[str, list[str]] = {}
     for precision in precisions:
         for result in made.results:

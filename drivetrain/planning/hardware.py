@@ -102,7 +102,7 @@ class Cluster:
         return replace(self, machines=count // self.devices)
 
     def slowed(self, ratio: float) -> Cluster:
-        """Return a cluster whose devices take `ratio` times as long for each operation, and as long to communicate."""
+        """Return a copy of the cluster whose computations take `ratio` times as long. Communication is unchanged."""
         device = replace(self.device, matrix_share=self.device.matrix_share / ratio)
         return replace(self, device=device, memory_share=self.memory_share / ratio, launch=self.launch * ratio)
 
@@ -272,7 +272,7 @@ def _refuse_unknown(given: Mapping[str, Any], allowed: set[str], path: Path) -> 
 
 
 def measure_this(seconds: float = 10.0) -> Cluster:
-    """Measure the devices of this machine: memory, speed of matrix products by dtype, and speed of copies.
+    """Return a description of this machine's devices, with their memory and speed as measured here.
 
     Links between the devices are not measured: they get the speed of copies within a device.
 

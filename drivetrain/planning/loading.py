@@ -90,7 +90,6 @@ def _read_sample(path: str) -> Any:
 
 
 def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments and the keywords of a model for a batch: a tensor, a tuple or a dict."""
     if isinstance(batch, dict):
         return (), batch
     return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
@@ -123,7 +122,7 @@ def _batch(workload: Workload, model: nn.Module) -> Any:
 
 
 class Reached(SystemExit):
-    """Exception that ends a script when it reaches its first training batch."""
+    """Exception that ends a user's script at its first training batch, since a plan needs nothing beyond."""
 
 
 class Catch(observer.Observer):
@@ -168,7 +167,7 @@ class Catch(observer.Observer):
 
 
 class ScriptTask(nn.Module):
-    """Wrapper that runs the `training_step` of a script's task without its logging.
+    """Wrapper that runs the `training_step` of a script's task without `self.log`, which needs a Trainer.
 
     Args:
         task: The task.
@@ -190,8 +189,6 @@ class ScriptTask(nn.Module):
 
 
 class LoopTask(PlannedTask):
-    """Task around the model of a script that has its own training loop."""
-
     def training_step(self, batch: Any) -> Tensor:
         if isinstance(batch, dict):
             return loss_of(self.model(**batch))
@@ -202,7 +199,7 @@ class LoopTask(PlannedTask):
 
 
 def load_script(workload: Workload) -> Loaded:
-    """Run a script until its first training batch, and return its model, batch and optimizer.
+    """Run a user's script up to its first training batch, and return the model, batch and optimizer it created.
 
     Its parameters are built on the meta device, unless `real_init` is set.
 

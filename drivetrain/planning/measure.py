@@ -27,7 +27,7 @@ STEPS, WARM_UP = 10, 3
 
 
 def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) -> tuple[float, float]:
-    """Return the measured and the predicted seconds of a training step in one process on this machine.
+    """Return two durations of a training step in one process, in seconds: measured here, and predicted.
 
     Call it in a process of its own, which uses all cores meanwhile.
 
@@ -63,7 +63,7 @@ def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) ->
 
 
 def _seconds_of_step(loaded: Loaded, candidate: Candidate) -> float:
-    """Return the median duration of a step. The values of weights and batches do not matter for it."""
+    # The duration does not depend on the values of weights and batches.
     state = PartialState()
     precision = resolve_precision(candidate.precision)
     precision.setup(state.kind)

@@ -20,7 +20,7 @@ _COLORS = dict(zip(KINDS, (0, 1, 4, 2, 6, 3, 5, 9), strict=True))
 
 
 def page(made: Plan, more: Mapping[str, Sequence[Result]]) -> bytes:
-    """Return the HTML page of a plan, with charts of the candidates' memory and speed.
+    """Return a plan as the content of an HTML page, with charts of the memory and speed of each strategy.
 
     Args:
         made: The plan.
@@ -58,14 +58,12 @@ def _short(count: float) -> str:
 
 
 def _kinds(sizes: Sequence[Mapping[str, float]]) -> tuple[list[str], Markup]:
-    """Return the kinds of memory that are in use, and an HTML legend for them."""
     found = [kind for kind in KINDS if any(each.get(kind, 0) > 0 for each in sizes)]
     items = (element("li", element("i", class_=f"c{_COLORS[kind]}"), kind) for kind in found)
     return found, element("ul", joined(items, "\n"), class_="key")
 
 
 def _bars(counted: Sequence[tuple[str, Result, Estimate]], unit: str) -> Markup:
-    """Return a bar chart of each candidate's peak memory by kind, as HTML."""
     device, limit = counted[0][1].cluster.device.memory, counted[0][1].memory
     whole = 1.02 * max(device, *(shown.peak for *_, shown in counted)) / 100
     side, place = ("left", device / whole) if device < 50 * whole else ("right", 100 - device / whole)
@@ -85,7 +83,6 @@ def _bars(counted: Sequence[tuple[str, Result, Estimate]], unit: str) -> Markup:
 
 
 def _timeline(shown: Estimate) -> Markup:
-    """Return a stacked chart of memory by kind over the operations of a step, as HTML."""
     sizes = [each for *_, each in shown.timeline]
     totals, count = [sum(each.values()) for each in sizes], len(sizes)
     top = max(totals)
@@ -123,7 +120,6 @@ def _timeline(shown: Estimate) -> Markup:
 
 
 def _table(title: str, results: Sequence[Result], unit: str, refused: Mapping[str, str]) -> dict[str, Any]:
-    """Return a table of results, with the reasons for candidates that do not fit or are refused."""
     found: list[tuple[str, list[str]]] = []
     for result in results:
         cells, shown = [str(result.cluster.world_size)], result.estimate
@@ -143,7 +139,6 @@ def _table(title: str, results: Sequence[Result], unit: str, refused: Mapping[st
 
 
 def _charts(results: Sequence[Result], unit: str) -> list[Chart]:
-    """Return charts of speed and memory over batch size, sequence length or number of devices."""
     names, charts = ("batch", "sequence", "devices"), []
     points = [
         (result, shown.peak, (result.candidate.batch, shown.tokens, result.cluster.world_size))

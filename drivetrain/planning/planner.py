@@ -26,7 +26,7 @@ from drivetrain.runtime.host import as_bytes
 
 @dataclass(frozen=True)
 class Result:
-    """Estimate for one candidate, with the memory that a device offers.
+    """Predicted memory and speed of one way to train a model, with the memory that a device offers.
 
     Attributes:
         candidate: The candidate.
@@ -46,12 +46,12 @@ class Result:
 
     @property
     def fits(self) -> bool:
-        """True if the candidate's peak memory fits on a device."""
+        """True if the training step's predicted peak memory is at most the memory that a device offers."""
         return self.estimate is not None and self.estimate.peak <= self.memory
 
     @property
     def rate(self) -> float:
-        """Training speed of all processes together, in tokens (or else rows) per second."""
+        """Predicted training speed of all processes together, in tokens per second, or in rows without sequences."""
         if self.estimate is None:
             return 0.0
         return self.candidate.rows * self.estimate.tokens / self.estimate.seconds
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        """One sentence that recommends a candidate, and says why."""
+        """One sentence with the fastest strategy that fits in memory, or with what to change if none fits."""
         best = self.best
         counted = [result for result in self.results if result.estimate is not None]
         if best is None or best.estimate is None:
@@ -149,7 +149,7 @@ class Plan:
         return "tokens" if tokens > 1 else "rows"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as a dict that JSON can represent."""
+        """Return the plan's advice, results and launch command as a dict of plain values, for JSON."""
         best = self.best
         return {
             "advice": self.advice,
@@ -173,7 +173,7 @@ def launch_line(result: Result, workload: Workload) -> str:
 
 
 class Workers:
-    """Pool of processes in which candidates are estimated.
+    """Pool of processes that predict the memory and speed of several ways to train a model in parallel.
 
     Args:
         count: Number of processes, by default one for each core.
@@ -200,14 +200,6 @@ class Workers:
     def estimates(
         self, workload: Workload, cases: Iterable[tuple[Candidate, Cluster, int | None]], headroom: float, full: bool
     ) -> list[Result]:
-        """Estimate candidates in parallel, and return their results in the given order.
-
-        Args:
-            workload: What is trained.
-            cases: The candidates.
-            headroom: Share of the memory that stays free.
-            full: True to run all blocks of a model.
-        """
         chosen = list(cases)
         self._asked += len(chosen)
         waiting = [self._pool.submit(estimate, workload, c, cluster, seq, full) for c, cluster, seq in chosen]
@@ -380,7 +372,7 @@ def vary(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
-    """Estimate a plan's best candidate with other batch sizes, sequence lengths or device counts.
+    """Predict how a plan's best strategy behaves with other batch sizes, sequence lengths or device counts.
 
     Args:
         made: The plan, whose best result is varied, or its smallest if none fits.
@@ -419,7 +411,7 @@ def vary(
 
 
 def largest(made: Plan, what: str, headroom: float = 0.1, jobs: int | None = None) -> Result | None:
-    """Find the largest batch or sequence, or the fewest devices, with which a plan's best candidate fits.
+    """Find the largest batch size or sequence length, or fewest devices, for which a plan's best strategy fits.
 
     Args:
         made: The plan, whose best result is changed, or its smallest if none fits.
@@ -462,7 +454,6 @@ def _worlds(base: Result) -> Iterator[int]:
 
 
 def _bisect(at: Callable[[int], Result], unit: int) -> Result | None:
-    """Find the largest multiple of `unit` whose result fits. Return that result, or None."""
     best, low, high = None, 0, 1
     while (found := at(high * unit)).fits:
         best, low, high = found, high, 2 * high

@@ -58,13 +58,6 @@ _SHOWN = 240
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest amount of memory allocated within one phase and module of a step.
-
-    Attributes:
-        bytes: Bytes that are allocated.
-        kinds: Bytes by kind.
-    """
-
     bytes: float
     kinds: dict[str, float]
 
@@ -118,7 +111,7 @@ class Estimate:
 def estimate(
     workload: Workload, candidate: Candidate, cluster: Cluster, seq: int | None = None, full: bool = False
 ) -> Estimate:
-    """Estimate the memory and time of a candidate's training step, by a run on fake tensors.
+    """Predict the memory and time of a training step, by a run of the step on tensors without values.
 
     Call it in a process of its own: it starts and ends fake process groups. Of a model with many equal blocks, two
     smaller ones run, and the result is extrapolated.
@@ -182,8 +175,7 @@ def _peaks(step: Step, loaded: Loaded) -> dict[tuple[str, str], Peak]:
 
 
 def _extrapolated(few: Estimate, more: Estimate, factor: float) -> Estimate:
-    """Extrapolate the estimates of two smaller models to the full number of blocks."""
-
+    # `few` and `more` are estimates of the model with fewer blocks, and `factor` leads to all its blocks.
     def line(first: float, second: float) -> float:
         return first + factor * (second - first)
 
@@ -206,7 +198,7 @@ def _extrapolated(few: Estimate, more: Estimate, factor: float) -> Estimate:
 
 
 def loaded_of(workload: Workload) -> Loaded:
-    """Return the built workload, which is built once in a process."""
+    # A process builds each workload only once, since this takes long.
     key = repr(workload)
     if key not in _LOADED:
         _LOADED[key] = load(workload)
@@ -214,7 +206,6 @@ def loaded_of(workload: Workload) -> Loaded:
 
 
 def facts_of(workload: Workload) -> Facts:
-    """Return the properties of a workload's model that decide which candidates are possible."""
     return loaded_of(workload).facts(workload.tp_plan)
 
 
@@ -225,7 +216,7 @@ def simulate(
     loaded: Loaded | None = None,
     kernels: str = "cuda",
 ) -> list[Step]:
-    """Run a candidate's training step on fake tensors, and record what it needs.
+    """Run a training step on tensors without values, and return its recorded operations and memory.
 
     Returns the record of rank 0 and, with pipeline stages, that of the last rank.
 
@@ -306,7 +297,7 @@ def _on_rank(
 
 
 class Placed(StepModule):
-    """Step module of fake tensors, which is where and as it shall be.
+    """Wrapper of a model of fake tensors that ignores moves and dtype conversions.
 
     Torch cannot convert modules of fake tensors (their mode holds weak references), and engines ask for it.
     """
@@ -323,7 +314,7 @@ class Placed(StepModule):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let DeepSpeed's ZeRO-3 compare the order of its parameters with this process only, the first of a fake group."""
+    # DeepSpeed's ZeRO-3 receives a list from rank 0, but a fake process group sends nothing.
     utils: Any = importlib.import_module("deepspeed.runtime.zero.utils")
     from_first, utils.get_lst_from_rank0 = utils.get_lst_from_rank0, list
     try:
@@ -333,7 +324,7 @@ def alone() -> Iterator[None]:
 
 
 def _optimizer(loaded: Loaded, candidate: Candidate, kernels: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the workload's optimizer for a model, with the implementation that torch chooses on accelerators."""
+    # Torch uses the `foreach` implementation on accelerators, so the estimate must, too.
     optimizer = loaded.make_optimizer([each for each in model.parameters() if each.requires_grad])
     for group in optimizer.param_groups:
         if kernels != "cpu" and candidate.tp == 1 and group.get("foreach", True) is None and not group.get("fused"):
@@ -383,7 +374,6 @@ def _told() -> Iterator[None]:
 
 
 def fill(model: nn.Module) -> None:
-    """Replace the parameters and buffers of a prepared model on the meta device by fake tensors."""
     sharding.allocate(model)
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -433,8 +423,6 @@ def give_values(model: nn.Module, fake: FakeTensorMode | None = None) -> None:
 
 
 class _Steps:
-    """Runner of a strategy's training steps on fake tensors."""
-
     def __init__(
         self,
         strategy: Strategy,
@@ -512,7 +500,7 @@ class AcceleratorCasts(TorchFunctionMode):
 
 @contextmanager
 def accelerator_casts() -> Iterator[None]:
-    """Apply `AcceleratorCasts` to forward passes, and to those that backward passes recompute.
+    """Cast tensors as autocast on an accelerator does, also where a backward pass recomputes a forward pass.
 
     Torch's function modes do not reach into backward passes.
     """

@@ -42,7 +42,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """Operation that was recorded in a training step, with what its duration depends on.
+    """One operation of a recorded training step, with the sizes from which its duration is predicted.
 
     Attributes:
         name: Name of the operator.
@@ -85,7 +85,6 @@ class Step:
 
     @property
     def peak(self) -> int:
-        """Peak memory of the recorded step, in bytes."""
         return max((size for size, _ in self.peaks.values()), default=0)
 
     @property
@@ -120,7 +119,6 @@ class ModuleNames:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Track the submodules of a model while the `with` block runs."""
         self._names = {id(module): name for name, module in model.named_modules()}
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
@@ -197,7 +195,7 @@ _READS = (torch.ops.aten._local_scalar_dense.default,)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records the memory and the operations of a step on fake tensors.
+    """Dispatch mode that records the memory and operations of a training step, so that a plan predicts both.
 
     Storages are followed from the operation that creates them to the end of their last view. FSDP resizes the
     storages of gathered parameters in place, which no operation shows, so those are looked at again with each one.
@@ -223,7 +221,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def module(self) -> str:
-        """Name of the submodule whose forward or backward pass is running."""
         return self.modules.current()
 
     @property

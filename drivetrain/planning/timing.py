@@ -37,7 +37,7 @@ class StepTime:
 
 
 def seconds_of(collective: Collective, cluster: Cluster) -> float:
-    """Predict how long a collective takes if nothing else uses the links.
+    """Predict the seconds that a collective operation, such as an all-reduce, takes on a cluster's idle links.
 
     Args:
         collective: The collective.
@@ -65,7 +65,7 @@ def crosses_machines(collective: Collective, cluster: Cluster) -> bool:
 
 
 def time_of(steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatches: int = 1) -> StepTime:
-    """Predict the duration of a training step from the operations recorded on each kind of rank.
+    """Predict the duration of a training step from the operations that were recorded on one or two of its ranks.
 
     Args:
         steps: What was counted, on each kind of rank.
@@ -126,7 +126,6 @@ class _Clock:
 
 
 def _prepares_gathers(events: Sequence[Event]) -> set[int]:
-    """Return the indices of the operations that fill the inputs of all-gathers."""
     writer: dict[int, int] = {}
     found: set[int] = set()
     for index, event in enumerate(events):

@@ -71,7 +71,7 @@ class PlannedTask(nn.Module):
 
 @dataclass
 class Loaded:
-    """Model, batch and optimizer of a workload, built on the meta device.
+    """Model, batch and optimizer of the training that is planned, built without values on the meta device.
 
     Attributes:
         task: Module on the meta device, with the method `training_step`.
@@ -88,12 +88,6 @@ class Loaded:
     sample: Any = None
 
     def batch_of(self, rows: int, seq: int | None = None) -> Any:
-        """Return the workload's batch, resized to a number of rows and a sequence length.
-
-        Args:
-            rows: Size of the first dimension.
-            seq: Size of the second dimension of tensors with several.
-        """
         if self.sample is not None:
 
             def repeated(value: Any) -> Any:
@@ -125,10 +119,7 @@ class Loaded:
         return len(held) if held is not None else 0
 
     def names_of_blocks(self) -> dict[str, str]:
-        """Map the names of modules in blocks to names that also exist in a deeper model.
-
-        Blocks of the second half are counted from the end, so that `layers.-1` is the last one.
-        """
+        # Blocks of the second half are counted from the end, so that models of any depth have a `layers.-1`.
         held = _longest_list(self.task)
         if held is None:
             return {}
@@ -152,11 +143,6 @@ class Loaded:
         return replace(self, task=task)
 
     def facts(self, plan: Any) -> Facts:
-        """Return the properties of the model that decide which candidates are possible.
-
-        Args:
-            plan: The tensor-parallel plan, or None for that of the model.
-        """
         from drivetrain.strategies.wrapping import repeated_blocks
 
         config = next((m.config for m in self.task.modules() if hasattr(m, "config")), None)
@@ -173,7 +159,6 @@ class Loaded:
 
 
 def _longest_list(task: nn.Module) -> nn.ModuleList | None:
-    """Return the model's longest `ModuleList` of equal blocks, or None if there is none."""
     found = [
         module
         for module in task.modules()
