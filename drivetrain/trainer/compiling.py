@@ -72,7 +72,7 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
 
 @contextmanager
 def compilations_watched(trainer: Trainer) -> Iterator[None]:
-    """Cache compiled code in the run's folder during the `with` block. Then print what `torch.compile` did."""
+    # The `with` block keeps compiled code in the run's folder, and ends with a line on what `torch.compile` did.
     if trainer.accelerator.preparation.compilation is None:
         yield
         return
@@ -165,7 +165,7 @@ _BEFORE = "_before_compiling"
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the task inside `torch.compile(task)`, with its forward and step methods compiled."""
+    """Return the task of `torch.compile(task)`, for use by the Trainer. Its forward and steps stay compiled."""
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
         return model
@@ -188,7 +188,6 @@ def is_compiled(task: Task) -> bool:
 
 
 def leave_compiled(task: Task) -> None:
-    """Undo `torch.compile(task)`: restore the task's original methods."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

@@ -22,7 +22,7 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Make objects created in the `with` block record `values` as hyper-parameters.
+    """Make objects of class `kind` that the `with` block creates record `values` as their hyper-parameters.
 
     Only objects of class `kind` do. A command line creates objects within this `with` block, so that a checkpoint
     stores their configuration instead of objects that cannot be saved.
@@ -42,7 +42,6 @@ def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return an already imported subclass of `kind` by its import path, or None."""
     candidates = [kind]
     while candidates:
         found = candidates.pop()

@@ -62,10 +62,7 @@ class Hooks:
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """Return a batch hook's overrides, with the loader's index bound if they take it.
-
-        The index is passed to hooks that require it, and to those that accept it if there are several loaders.
-        """
+        # Hooks that require the loader's index receive it, and with several loaders those that accept it, too.
         key = name, dataloader_idx
         if key not in self._of_batches:
             # End hooks receive outputs, batch and batch index, start hooks only batch and index.
@@ -79,15 +76,10 @@ class Hooks:
             hook(*args)
 
     def find_running_first(self, name: str) -> tuple[Hook, ...]:
-        """Return an epoch-end hook's overrides, except those that must run last."""
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_running_last(self, name: str) -> tuple[Hook, ...]:
-        """Return an epoch-end hook's overrides in callbacks that must run last.
-
-        These callbacks, such as `ModelCheckpoint`, set `runs_last_at_epoch_end` and read values that others have
-        logged.
-        """
+        # Callbacks such as `ModelCheckpoint` set `runs_last_at_epoch_end`, since they read values that others log.
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
@@ -164,7 +156,7 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call all hooks, even if some of them raise.
+    """Call all hooks even if some raise an error. Log the errors, and return them as a list.
 
     Log their exceptions, and return these as a list.
     """

@@ -59,11 +59,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the derived class's constructor arguments while a base constructor runs.
-
-    Used to save arguments that a derived class does not pass on. None if no base constructor runs, or if the arguments
-    include `*args`, which cannot be saved by name.
-    """
+    # A derived class may not pass all its arguments on. None if no base constructor runs, or with `*args`.
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
     # Positional varargs have no names under which they could be saved.
@@ -81,7 +77,6 @@ def _arguments_in(frame: FrameType) -> dict[str, Any]:
 
 
 def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
-    """Yield the stack frames of an object's running constructors, base class first."""
     current: FrameType | None = frame
     while current is not None:
         # The first local variable of a method is `self`, whatever it is called.
@@ -99,7 +94,6 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
 def select_hyper_parameters(
     names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
 ) -> dict[str, Any]:
-    """Return the constructor arguments that `save_hyperparameters(*names, ignore=...)` records."""
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
         given = names[0]
@@ -214,7 +208,7 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Convert hyper-parameters to types that a checkpoint can store.
+    """Convert hyper-parameters to plain values, so that a checkpoint can store them without their classes.
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
     With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
@@ -266,7 +260,6 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Convert an enum, dataclass or similar to built-in types, or return None."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -299,10 +292,6 @@ class HoldsHyperParameters:
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add constructor arguments to `hparams` for `save_hyperparameters`.
-
-        Modules are left out with a warning.
-        """
         self.hparams.update({name: value for name, value in chosen.items() if not _is_module(name, value)})
 
     @property
@@ -401,7 +390,7 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module from a checkpoint or from a file of hyper-parameters.
+    """Create a task or data module from the hyper-parameters in a checkpoint or in a separate file.
 
     `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
     `overrides` are constructor arguments that replace saved ones.
@@ -456,7 +445,7 @@ ENTRIES = (
 
 @contextmanager
 def checkpoint_for_hooks(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the checkpoint dict that hooks such as `on_save_checkpoint` receive.
+    """Yield the checkpoint as one dict, as `on_save_checkpoint` and `on_load_checkpoint` receive it.
 
     After the `with` block, changes that hooks made are written back to both parts of the checkpoint.
 
@@ -481,8 +470,5 @@ def checkpoint_for_hooks(engine: dict[str, Any], number: int, entries: dict[str,
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return the saved state of a data module of class `kind`, or None.
-
-    A `.ckpt` file stores the state under the name of the data module's class.
-    """
+    # A `.ckpt` file stores the state of a data module under the name of its class.
     return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)

@@ -119,7 +119,7 @@ def recreate(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, 
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the type annotation of each constructor argument, by name.
+    """Return the annotations of a class's constructor arguments by name, to create its objects from a file.
 
     A missing annotation gives `Any`. An annotation that cannot be resolved gives `Any` too. If the constructor has
     `**kwargs`, the arguments of its base constructor and an entry `**` are included.
@@ -277,7 +277,6 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Create the object that a dict with `class_path` describes."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -314,11 +313,8 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """Return the classes in an annotation, and those that its callables return.
-
-    `A | Callable[..., B]` gives `[A], [B]`. With `names_only`, the first list contains all types that are not plain
-    values, such as callables and types.
-    """
+    # `A | Callable[..., B]` gives `[A], [B]`. With `names_only`, the first list contains all types that are not plain
+    # values, such as callables and types.
     plain: list[Any] = []
     makers: list[Any] = []
     for each in _alternatives(hint):
@@ -336,10 +332,7 @@ def _is_own_class(hint: Any) -> bool:
 
 
 def _fields(hint: Any) -> dict[str, Any] | None:
-    """Return the field types of a dataclass, pydantic or attrs class, by field name.
-
-    Return None for other types.
-    """
+    # None if the type is no dataclass, pydantic or attrs class.
     if not isinstance(hint, type):
         return None
     is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")
@@ -362,7 +355,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return the checkpoint's hyper-parameters that replace those of the command line."""
+    """Return the hyper-parameters that a checkpoint sets in place of the command line's, without unsafe imports."""
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)
@@ -393,10 +386,7 @@ def configuration_of(
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Return True if jsonargparse can parse a saved value without importing a class.
-
-    The value must also stay unchanged.
-    """
+    # True if jsonargparse parses the value without importing a class, and returns it unchanged.
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):

@@ -221,7 +221,6 @@ class TrainerArgumentParser(ArgumentParser):
         return guess
 
     def _known(self) -> list[str]:
-        """Return the names of all options of this parser and of its subcommands."""
         subcommands = self._subcommands_action.choices.values() if self._subcommands_action is not None else ()
         return [
             option.removeprefix("--")
@@ -259,7 +258,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return the class of the objects that `kind`, a class or a function, creates."""
+    """Return the class of the objects that a class or a function creates. A function needs a return annotation."""
     if isinstance(kind, type):
         return kind
     try:

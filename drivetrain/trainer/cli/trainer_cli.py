@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that wraps constructor arguments in a dict with `class_path`."""
-
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
 
@@ -76,7 +74,6 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """Return the command line's configuration of an optimizer or scheduler, or None."""
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
@@ -163,7 +160,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Save the configuration to another destination, such as a tracker. Override it in a subclass.
+        """Override this method to save the command line's configuration elsewhere, such as in an experiment tracker.
 
         It is called in one process only, so it must not use collectives.
 
@@ -458,7 +455,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, with those Trainer arguments that are no options."""
+        """Return each subcommand's name with the arguments of its Trainer method that are not on the command line."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -468,7 +465,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Pass optimizer and scheduler configurations to the task, as `link_to` names.
+        """Pass the command line's optimizer and scheduler configurations to the task arguments named by `link_to`.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -568,7 +565,6 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Make the parser record the options of task and data module in `hparams`."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (
@@ -666,7 +662,6 @@ class TrainerCLI:
     # running
 
     def _run_subcommand(self, name: str) -> None:
-        """Run a subcommand with its methods `before_<subcommand>` and `after_<subcommand>`."""
         before, after = getattr(self, f"before_{name}", None), getattr(self, f"after_{name}", None)
         # A subclass may define the subcommand itself.
         run = getattr(self, name, None) or getattr(self.trainer, name)

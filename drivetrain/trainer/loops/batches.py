@@ -88,7 +88,6 @@ class LoaderSource:
         return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def _origin(self) -> str:
-        """Describe for error messages where the user's loaders come from."""
         method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
         for owner, base in ((self._data, DataModule), (self._task, Task)):
             if self._given is None and owner is not None and is_overridden(owner, base, method):
@@ -97,10 +96,6 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """Return the prepared training loader, which is created on the first call.
-
-        It is created again if it is outdated, or if `again` is True.
-        """
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
@@ -108,7 +103,7 @@ class LoaderSource:
         return self._prepared
 
     def forget_training(self) -> None:
-        """Release the training loader, stop its workers and leave it out of checkpoints."""
+        # Checkpoints then no longer store the loader's position.
         if self._prepared is not None and self._prepared is not self._given:
             self._trainer.accelerator.forget_loader(self._prepared)
         self._prepared = None
@@ -233,7 +228,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """Return how many batches to run for a loader's length and a limit.
+    """Return how many batches of a loader to run, given its length and an option such as `limit_train_batches`.
 
     The limit is that of an option such as `limit_train_batches`.
     """
@@ -280,10 +275,10 @@ def limits_of(
     even: bool = False,
     given: Any = None,
 ) -> list[float]:
-    """Return the number of batches to run for each evaluation loader.
+    """Return how many batches of each evaluation loader to run, given an option such as `limit_val_batches`.
 
-    `limit` is applied to the loader's longest length on any rank. With `even`, ranks with different numbers of batches
-    are an error. The keys of a dict in `given` name the loaders.
+    The limit is applied to the loader's longest length on any rank. With `even`, ranks with different numbers of
+    batches are an error. The keys of a dict in `given` name the loaders. All ranks must call this together.
     """
     limits = _limit_per_loader(limit, len(loaders), list(given) if isinstance(given, Mapping) else None, name)
     lengths = [length_of(loader) for loader in loaders]
@@ -480,10 +475,9 @@ class TrainingBatches:
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Create the training loader anew if it is outdated, and return True if it was.
+        """Replace the training loader between two epochs if an option or a setting requires it. Return whether it did.
 
-        It is outdated after `reload_dataloaders_every_n_epochs` epochs, and if one of its settings has changed. Within
-        an epoch, the loader is never replaced.
+        This is so after `reload_dataloaders_every_n_epochs` epochs, and if a setting of the loader has changed.
         """
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
         is_due = every and progress.epoch and progress.epoch % every == 0
@@ -494,7 +488,6 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Move the training loader to an epoch's start, or to the position in a checkpoint."""
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
@@ -508,7 +501,6 @@ class TrainingBatches:
         self.finished = self.origin = None
 
     def mark(self) -> None:
-        """Record the state before a step or validation, for checkpoints saved during it."""
         self.snapshot.mark()
         # A combined loader can report only its present position, not one before a batch that was read ahead.
         self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
@@ -561,7 +553,6 @@ class TrainingBatches:
             self._feed = iter(())  # ends the workers if the loader was not read to its end
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the next training batch to a step that reads batches itself, or None."""
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:

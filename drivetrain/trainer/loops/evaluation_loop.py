@@ -84,7 +84,6 @@ class EvaluationLoop:
         self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
-        """Return the prepared evaluation loaders, created on the first call or if outdated."""
         trainer = self._trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         stale = every and epoch - self._loaded_in >= every and self._stage is Stage.VALIDATE
@@ -104,11 +103,8 @@ class EvaluationLoop:
 
     @contextmanager
     def _separate_random_state(self) -> Iterator[None]:
-        """Create validation loaders without changing the random state of training.
-
-        The `with` block runs with the random state from the start of `fit`. Training thus draws equal numbers with and
-        without validation.
-        """
+        # The block runs with the random state from the start of `fit`, so that training draws equal numbers with and
+        # without validation.
         state, self._drawn_from = self._drawn_from, None
         if state is None:
             yield
@@ -134,7 +130,7 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate the task on its loaders, and return a dict of logged values for each.
+        """Evaluate the task on the batches of all its loaders, and return each loader's logged values as a dict.
 
         `at_most` limits the batches of each loader. With `keep=False`, as in the sanity check, results are discarded
         and positions restored. `watch` returns an object for each loader that may end the evaluation after a signal.
@@ -535,7 +531,6 @@ class PredictionLoop:
 
 
 def _real_rows(info: BatchInfo | None, output: Any) -> Any:
-    """Return a prediction without the rows that only pad its batch, or None if all rows are padding."""
     if info is None or not info.padding:
         return output
     if info.real_rows == 0:

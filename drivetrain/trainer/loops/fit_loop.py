@@ -64,7 +64,6 @@ class FitLoop:
 
     @property
     def is_resuming(self) -> bool:
-        """True from loading a checkpoint until training continues in its epoch."""
         return self._restored is not None
 
     @property
@@ -157,11 +156,7 @@ class FitLoop:
         self._end_epoch(finished)
 
     def _begin_epoch(self) -> bool:
-        """Prepare the next training epoch.
-
-        Return False if a resumed epoch has no batches left to train on. If the checkpoint was saved between a batch and
-        the validation that follows it, this validation runs first.
-        """
+        # False if a resumed epoch has no batches left to train on.
         trainer, progress = self._trainer, self._progress
         saved, self._restored = self._restored, None
         if self.batches.reload():
@@ -325,17 +320,11 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Stop the current epoch on request, and return True if all its batches are done.
-
-        Override it to act first.
-        """
+        # A subclass may act before the epoch stops. True if all its batches are done.
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call all `on_train_epoch_start` hooks.
-
-        `is_again` is True if they ran before the run was resumed. A subclass may then skip them.
-        """
+        # `is_again` is True if the hooks ran before the run was resumed. A subclass may then skip them.
         self._call(self._hooks.find("on_train_epoch_start"))
 
     def _call(self, hooks: Iterable[Callable[[], Any]]) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """Part of a training epoch: its batches, schedulers, last validation or final hooks.
+    """How far the current training epoch has come, from its first batch to its last hooks.
 
     Saved in checkpoints, so that a resumed run knows which parts of the epoch are left.
 
@@ -151,7 +151,6 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return the numbers of training and evaluation batches, for another process."""
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
@@ -161,12 +160,10 @@ class CurrentRun:
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Record the epoch's numbers of started and finished batches, and clear the batch."""
         self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
         self.leave_batch()
 
     def leave_stage(self) -> None:
-        """Clear the current stage and the current batch, because the run has ended."""
         self.leave_batch()
         self.stage, self.sanity_checking = None, False
 
@@ -180,10 +177,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the current stage, batch and loader lengths after the `with` block.
-
-        Used for the trial steps of a search.
-        """
+        # The trial steps of a search must not change these fields.
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
         try:
@@ -237,7 +231,6 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """Create the counters of training samples and tokens that the run's settings need."""
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
@@ -257,7 +250,6 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """Return the units of all durations in the run's settings, such as steps or tokens."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
@@ -271,9 +263,9 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Prediction of the samples and tokens that the next training step will process.
+    """Predictor of the samples and tokens of the next training step, for callbacks that run every so many.
 
-    Callbacks with a schedule in samples or tokens need the numbers in advance. Also detects the last step of an epoch.
+    Also detects the last step of an epoch.
     """
 
     def __init__(self, trainer: Trainer, units: Sequence[Unit]) -> None:
@@ -290,10 +282,7 @@ class Foresight:
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
     def begin(self, window: Sequence[PendingBatch]) -> None:
-        """Predict how many samples and tokens an optimizer step on these micro-batches will process.
-
-        Stores the predictions in `CurrentRun.ahead`, and whether the step ends its epoch in `CurrentRun.closes_epoch`.
-        """
+        # Stores the predictions in `CurrentRun.ahead`, and whether the step ends its epoch in `closes_epoch`.
         current, last = self._current, window[-1]
         # The second condition holds if a limit such as `limit_train_batches` cuts the epoch short.
         current.closes_epoch = last.info.last or last.batch_idx + 1 >= current.training_batches
@@ -309,8 +298,6 @@ class Foresight:
 
 
 class _Samples:
-    """Counter of the training samples of all ranks, without padding rows."""
-
     note: None = None
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
@@ -319,10 +306,7 @@ class _Samples:
         self._copies = trainer.world_size // trainer.strategy.topology.data_shard.count
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Add the samples that all ranks process in one optimizer step to the run's progress.
-
-        Runs an all-reduce if this rank knows only its own number of rows.
-        """
+        # Runs an all-reduce if this rank knows only its own number of rows.
         known = sum(micro_batch.info.global_rows or 0 for micro_batch in window)
         unknown = [micro_batch.info for micro_batch in window if micro_batch.info.global_rows is None]
         self._progress.samples += known + (self._exchanged(unknown) if unknown else 0)
@@ -340,11 +324,7 @@ class _Samples:
 
 
 class _Tokens:
-    """Counter of training tokens.
-
-    Uses the task's `num_tokens(batch)` if defined, else the weights of its losses.
-    """
-
+    # Uses the task's `num_tokens(batch)` if it is defined, else the weights of its losses.
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task, self._progress = task, trainer.progress
         self._topology, self._weights = trainer.strategy.topology, trainer.accelerator.optimizer_step.weights
@@ -366,7 +346,7 @@ class _Tokens:
         self._progress.tokens += int(self._topology.sum(total))
 
     def note(self, micro_batch: PendingBatch) -> None:
-        """Store a micro-batch's number of tokens before the batch is freed."""
+        # Called before the batch is freed.
         if self._num_tokens is not None:
             info = micro_batch.info
             is_real = not info.is_padding

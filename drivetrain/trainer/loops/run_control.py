@@ -73,10 +73,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle Ctrl-C, SIGTERM and SIGUSR1 during the `with` block.
-
-        Does nothing outside the main thread. Signals for which the user installed a handler keep it.
-        """
+        # Does nothing outside the main thread. Signals for which the user installed a handler keep it.
         # `signal.signal` raises ValueError outside the main thread.
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -160,21 +157,17 @@ class EvaluationWatch:
         self._batches, self._next = 0, 1
 
     def count_batch(self) -> None:
-        """Count an evaluated batch, and exchange signals with the other ranks if due."""
         self._batches += 1
         if self._world_size == 1 or self._batches >= self._next:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Wait until all ranks have finished the validation, and exchange signals meanwhile."""
+        # The other ranks may still evaluate, and their exchanges of signals need this rank.
         while not self._exchange(ended=True):
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Exchange signals with all ranks, and return True if all have finished.
-
-        `ended` is True if this rank has no batches left.
-        """
+        # `ended` is True if this rank has no batches left. The result is True if no rank has any.
         signals = self._signals
         everyone: list[tuple[bool, int, bool, bool]]
         per_batch = (time.monotonic() - self._began) / max(1, self._batches)
@@ -248,8 +241,6 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """Reason for the end of a run, which a spawned process sends to its Trainer."""
-
     reason: StopReason | None
     details: str
     forced: frozenset[StopReason]  # reasons that ended the run even before `min_epochs` or `min_steps`
@@ -300,10 +291,7 @@ class RunControl:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set aside all stop requests while the `with` block runs trial steps.
-
-        A signal during the block still ends the run.
-        """
+        # Trial steps of a search must not stop at earlier requests. A signal during the block still ends the run.
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
         self.withdraw_stop()
@@ -343,10 +331,7 @@ class RunControl:
 
     @property
     def stops_for_good(self) -> bool:
-        """True if training was stopped so that a resumed run stays stopped too.
-
-        A callback such as `EarlyStopping` requests this.
-        """
+        # True if a callback such as `EarlyStopping` stopped the run, which then stays stopped if it is resumed.
         return self.stop_requested and self._stops_for_good and not self.ends_to_be_resumed
 
     @property
@@ -391,20 +376,15 @@ class RunControl:
         self._requests.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stop requests for a checkpoint, so that a stopped run stays stopped.
-
-        Runs a collective. A run that ended by a signal or a limit may continue after a resume, so these are left out.
-        """
+        # Runs a collective. A run that ended by a signal or a limit may continue after a resume, so only requests of
+        # callbacks are stored.
         is_over = [self.stops_for_good]
         if self._world_size > 1:
             is_over = gather_object(is_over)
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Restore the stop requests from the checkpoint of a resumed run.
-
-        If `stopped`, the run stays stopped until all `askers` withdraw their requests.
-        """
+        # If `stopped`, the run stays stopped until all `askers` withdraw their requests.
         self.withdraw_stop()
         if stopped:
             for asker in askers or [""]:
@@ -441,12 +421,6 @@ class RunControl:
     # Rollback
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]]) -> None:
-        """Request a return to an earlier checkpoint after the current training step.
-
-        Args:
-            path: Path of the checkpoint.
-            skip_batches: Pairs of epoch and batch index to skip after the rollback.
-        """
         self.rollback_path = path
         self.skip_batches(skip_batches)
 
@@ -454,7 +428,7 @@ class RunControl:
         self.batches_to_skip.update(batches)
 
     def record_rollback(self) -> None:
-        """Clear all rollback and stop requests, since training has returned to an earlier checkpoint."""
+        # Training has returned to the earlier checkpoint, so no request holds any longer.
         self.rollback_path = None
         self.withdraw_stop()
 
@@ -470,11 +444,10 @@ class RunControl:
         return self._stops.next_batch
 
     def start_epoch(self) -> None:
-        """Let the ranks exchange their stop requests after the first batch of the new epoch."""
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange stop requests and signals between ranks, so that all stop together.
+        """Exchange stop requests and signals between the ranks, so that all stop after the same training step.
 
         All ranks must call this after an equal number of batches. Flags in `wishes` are combined over ranks by "or" and
         returned. If a background save of `saves` has failed anywhere, all raise.
@@ -506,7 +479,6 @@ class RunControl:
         return tuple(others)
 
     def watch_evaluation(self) -> EvaluationWatch:
-        """Return a watcher that ends a validation within `fit` after a signal on any rank."""
         return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
 
     def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
@@ -515,18 +487,12 @@ class RunControl:
         self.stop_requested = self.stop_agreed = True
 
     def check_counts(self) -> None:
-        """Request a stop if `max_steps` or `max_duration` is reached.
-
-        No exchange between ranks is needed, since all of them count alike.
-        """
+        # No exchange is needed here, since all ranks count alike.
         if self._has_max_steps or self._has_max_duration:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Return True if a stop request may take effect now.
-
-        All ranks must know of it, and `min_epochs` and `min_steps` must be reached.
-        """
+        # All ranks must know of the request, and `min_epochs` and `min_steps` must be reached.
         if self._world_size > 1 and not self.stop_agreed:
             return False
         # The maximum wins over `min_epochs` and `min_steps`, as a signal does.
@@ -535,7 +501,6 @@ class RunControl:
 
     @property
     def share_of_duration(self) -> float:
-        """Fraction of `max_time` or `max_duration` that has passed, from 0 to 1, for the progress bar."""
         options = self.options
         shares = [0.0]
         if options.max_time is not None and options.max_time:
@@ -545,10 +510,6 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if training is done and no further epoch begins.
-
-        Record the reason, such as `max_epochs`.
-        """
         options, progress = self.options, self._progress
         if self._forced:
             return True  # `finish` records the reason, once all signals are known
@@ -573,7 +534,6 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record why the run has ended, as `trainer.stop_reason` returns it."""
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
         elif self.interrupted:
@@ -616,11 +576,10 @@ def calling_function() -> str:
 
 @dataclass(eq=False)
 class StopExchange:
-    """Regular exchange of stop requests between ranks, so that all stop together.
+    """Exchange of stop requests between ranks about once per second, so that all ranks stop together.
 
-    With one rank, a request holds at once and only the clock is read from time to time. With several ranks, an
-    exchange takes place about once per second. Rank 0 computes after how many batches the next one follows, so a step
-    itself needs no collective.
+    With one rank, a request holds at once and only the clock is read from time to time. Rank 0 computes after how many
+    batches the next exchange follows, so a step itself needs no collective.
 
     Attributes:
         world_size: Number of ranks.
@@ -633,12 +592,11 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Start counting anew, so that ranks exchange stop requests after the next batch."""
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Combine boolean flags of all ranks: each becomes True if it is True on any rank.
+        """Exchange boolean flags between ranks. Each returned flag is True if it is True on any rank.
 
         All ranks must call this at an equal number of batches. With several ranks, it runs a collective. `by` is the
         reason of this rank for a stop, or "". Also returns the first reason of any rank.
@@ -766,7 +724,6 @@ class ValidationSchedule:
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Set the number of batches per epoch, to which a fractional interval refers."""
         self._limit = batches
         self._every, self._after = FOREVER, None
         if not self._exists:
@@ -830,7 +787,6 @@ class ValidationSchedule:
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """True if `fit` validates at the end of the current epoch, and has not done so yet."""
         if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
             return False
         return self._after is None and self._every == FOREVER and self._epochs is not None
@@ -860,13 +816,11 @@ class ValidationSchedule:
 
     @property
     def follows_this_step(self) -> bool:
-        """True if a validation runs directly after the current optimizer step."""
         if self.is_at_epoch_end and self._progress.batches_in_epoch >= self._limit:
             return True
         return self.is_pending
 
     def next_batch(self) -> float:
-        """Return the batch count of the epoch at which a validation may be due next."""
         every, done = self._every, self._progress.batches_in_epoch
         if self._counted is not None and self._exists:
             return done + 1
@@ -892,17 +846,13 @@ class Finiteness:
     _weights_are_finite: bool = True  # equal on all ranks, since it decides who calls the collective
 
     def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
-        """Warn, once per run, if a logged value is NaN or infinite."""
         if self.is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
             if found is not None:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
 
     def check_weights(self, task: Task, when: str) -> None:
-        """Warn, once per run, if a weight of the task is NaN or infinite on any rank.
-
-        Runs a collective.
-        """
+        # Runs a collective.
         if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
