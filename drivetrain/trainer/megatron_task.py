@@ -86,7 +86,7 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one chunk of the model on the next micro-batch.
+        """Run a chunk of the model, such as a pipeline stage, on the next micro-batch from `data_iterator`.
 
         Called by megatron-core's pipeline schedule.
 
@@ -140,7 +140,7 @@ class MegatronTask(Task):
         self.model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
     def run_model(self, batch: Any) -> tuple[Tensor, Any]:
-        """Run the whole model on a batch, within `training_step` or another step.
+        """Run the whole model on a batch. Call this method in `training_step` or in another step of the task.
 
         Only the process with the last pipeline stage continues after this call. On other processes, the step ends here.
 

@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the optimizers' names if `configure_optimizers` returned a dict, else `()`."""
+    """Return the names of the optimizers if `configure_optimizers` returned a dict of optimizers, else `()`."""
     # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
@@ -127,7 +127,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Convert what `configure_optimizers` returned to lists of optimizers and schedulers."""
+    """Check what `configure_optimizers` returned, and convert it to a list of optimizers and one of schedulers."""
     optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
@@ -211,10 +211,6 @@ SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.ini
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Convert a scheduler from `configure_optimizers` to a `SchedulerConfig`.
-
-    `by_hand` means manual optimization, in which some keys of the dict have no effect.
-    """
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
@@ -267,7 +263,6 @@ def _describe(value: Any) -> str:
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Prepare schedulers that step at a duration, such as every `"1M samples"`."""
     for config in trainer.lr_scheduler_configs:
         every: Any = config.frequency
         is_counted = isinstance(every, Duration)
@@ -285,10 +280,7 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the learning-rate schedulers that are due at the end of an epoch.
-
-    `plateau` selects those that monitor a value, such as `ReduceLROnPlateau`, or else all others.
-    """
+    # `plateau` selects those that monitor a value, such as `ReduceLROnPlateau`, or else all others.
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # with manual optimization, the task steps schedulers itself
     # The current epoch is complete, but not yet counted.

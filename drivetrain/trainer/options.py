@@ -186,8 +186,6 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """Base class that gives a Trainer its options as attributes."""
-
     options: TrainerOptions
 
     max_epochs = Option[int]()
@@ -228,13 +226,6 @@ class OptionAttributes:
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change one or several options of the Trainer, such as `max_epochs`, immediately.
-
-        New values are checked.
-
-        Args:
-            **changed: New values by option name.
-        """
         known = [each.name for each in fields(TrainerOptions)]
         for unknown in changed.keys() - set(known):
             raise unknown_argument("Trainer.change_options", unknown, known)
@@ -274,7 +265,7 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def resolve_durations(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Move each duration to the option for its unit, such as `max_steps`.
+    """Move a duration such as `max_duration="100 steps"` to the Trainer option for its unit, here `max_steps`.
 
     `max_duration` keeps only samples and tokens, which no other option counts.
     """

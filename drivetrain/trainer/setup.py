@@ -122,10 +122,6 @@ def make_accelerator(
 
 
 def complete_options(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """Return the options with `accumulate_grad_batches` filled in from the launcher.
-
-    Raise an error if the strategy does not support one of the options.
-    """
     # The launcher passes its options in environment variables.
     launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
@@ -194,11 +190,8 @@ def _spawning_or_ddp(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return the strategy `ddp_spawn` or `ddp_fork`, or plain DDP if `fit` starts no processes.
-
-    Started processes, launched scripts and runs with one process use plain DDP. Also returns the number of processes
-    that must exist before `fit`.
-    """
+    # Started processes, launched scripts and runs with one process use plain DDP. Also returns the number of processes
+    # that must exist before `fit`.
     if environment.is_launched:
         # No warning in processes that a Trainer itself has started.
         if multiprocessing.parent_process() is None:
@@ -221,7 +214,6 @@ def _spawning_or_ddp(
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the device type and the number of processes that a Trainer asks for."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
@@ -231,7 +223,7 @@ def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | 
 def _start_processes(
     environment: ProcessEnvironment, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
 ) -> None:
-    """Start the processes of the run by restarting the script, unless they exist already."""
+    # Restarts the script in each new process.
     if environment.is_launched:
         here = environment.local_world_size
         is_replaced = observer.current is not None and observer.current.strategy() is not None
@@ -284,7 +276,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 def make_trackers(
     given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """Create the experiment trackers from the Trainer's argument `logger`.
+    """Create the experiment trackers of a Trainer from its argument `logger`.
 
     None uses the engine's trackers, or a `CSVLogger` if it has none. A trial run (`fast_dev_run`) gets a tracker that
     does nothing, so that hooks that use it still run. A barebones run gets none. A raw loop over the engine logs to the

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Call of a Trainer method, such as `fit`, with everything that a new process needs to run it."""
+    """Call of a Trainer method such as `fit`, with the Trainer's state, to be run in new processes."""
 
     kind: type[Trainer]
     made_with: tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the Trainer
@@ -231,10 +231,6 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """Pickle the method call for new processes.
-
-    Raise `ConfigurationError` that names what cannot be pickled.
-    """
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)

@@ -50,7 +50,7 @@ class TaskHooks(nn.Module):
         """Run code at the start of each training epoch, before its first batch."""
 
     def on_train_epoch_end(self) -> None:
-        """Run code at the end of each training epoch, after the validation at the epoch's end."""
+        """Run code at the end of each training epoch. If a validation ends the epoch, it runs before this hook."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Run code before each training batch. Return -1 to skip the rest of the epoch.
@@ -660,9 +660,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         )
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step one learning-rate scheduler.
-
-        Override it for a scheduler whose `step` takes other arguments.
+        """Step a learning-rate scheduler. Override this method for a scheduler whose `step` takes other arguments.
 
         Args:
             scheduler: The scheduler.

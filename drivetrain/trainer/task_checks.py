@@ -168,7 +168,6 @@ def _own_methods(kind: type, base: type) -> dict[str, type]:
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
-    """Warn if validation data or `validation_step` is missing while the other exists."""
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
         logger.warning(

@@ -146,7 +146,7 @@ class TrainerStatus:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model in the strategy's wrapper, such as DDP.
+        """The task within the module that the strategy puts around it, such as torch's `DistributedDataParallel`.
 
         Before the task is prepared, the task itself.
         """
@@ -205,16 +205,13 @@ class TrainerStatus:
 
     @property
     def spawning(self) -> StartsProcesses | None:
-        """The strategy, if `fit` starts its own processes, else None.
-
-        `ddp_spawn` and `ddp_fork` do.
-        """
+        """The strategy if it starts the run's processes within `fit`, as `ddp_spawn` and `ddp_fork` do, else None."""
         strategy = self.accelerator.strategy
         return strategy if isinstance(strategy, StartsProcesses) else None
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the run. With `ddp_spawn` and `ddp_fork`, `fit` starts as many."""
+        """The number of processes of the run, also before `fit` starts the processes of `ddp_spawn` or `ddp_fork`."""
         spawning = self.spawning
         return self.accelerator.num_processes if spawning is None else spawning.num_processes
 
@@ -361,10 +358,7 @@ class TrainerStatus:
 
     @property
     def is_finite(self) -> bool:
-        """True as long as no logged value and no weight was NaN or infinite.
-
-        Checked are values logged in training, and weights at an epoch's end.
-        """
+        """False once a value logged in training, or a weight at the end of an epoch, was NaN or infinite."""
         return self.finiteness.is_finite
 
     # stages
@@ -431,12 +425,12 @@ class TrainerStatus:
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C has stopped `fit`, or will stop it after its current step."""
+        """True if Ctrl-C has ended the last `fit`, or is about to end the one that runs."""
         return self.control.interrupted
 
     @property
     def preempted(self) -> bool:
-        """True if the cluster's preemption signal has stopped `fit`, or will soon stop it."""
+        """True if a cluster's signal, such as SIGTERM, has ended the last `fit` or is about to end this one."""
         return self.control.preempted
 
     @property
@@ -652,7 +646,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The learning-rate and batch-size searches of this Trainer, for `Tuner` and callbacks."""
+        """An object with this Trainer's searches for a learning rate and a batch size, for callbacks."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
@@ -746,10 +740,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Prepare task, data and optimizers for `fit`, and return the training loop.
-
-        Restores a checkpoint if one is given.
-        """
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -891,14 +881,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Return the loader to use in place of a user's data loader.
-
-        Override it to check or replace loaders.
-
-        Args:
-            loader: The user's loader. Several loaders are passed one by one.
-            stage: The stage that uses it.
-        """
+        # A subclass may check or replace the user's loaders, which are passed one by one.
         return loader
 
     def combine_loaders(self, given: Any, stage: Stage) -> Any:
@@ -916,39 +899,16 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """Return which part of a loader's data this process reads.
-
-        None lets the strategy divide the data.
-
-        Args:
-            loader: The loader.
-        """
+        # None lets the strategy divide the data.
         shares = self.use_distributed_sampler and not (self.world_size > 1 and is_split_already(loader))
         return None if shares else DataShard()
 
     def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-        """Convert a scheduler from `configure_optimizers`, or a dict with one, to a `SchedulerConfig`.
-
-        Override it to accept or check more formats.
-
-        Args:
-            given: The scheduler, or a dict with the scheduler and its step interval.
-            monitor: The logged value to monitor if the entry names none.
-            by_hand: True if the task steps the scheduler itself.
-
-        Raises:
-            ConfigurationError: A key or a value of the dict is invalid.
-        """
+        # A subclass may accept or check more formats.
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many optimizer steps to count if `training_step` returned no loss.
-
-        Called if it returned None for all micro-batches of a step. The default is 0. Override it to count such steps.
-
-        Args:
-            window: The micro-batches.
-        """
+        # Called if `training_step` returned None for all micro-batches. A subclass may count such a step.
         return 0
 
     def make_fit_loop(self, *parts: Any) -> FitLoop:
@@ -1136,7 +1096,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
     def request_stop(self, reason: str, asker: str = "") -> None:
-        """End `fit` on all processes after the current step.
+        """End training on all processes after the current step. Code such as a callback calls this during `fit`.
 
         `min_epochs` and `min_steps` delay the stop.
 
@@ -1147,7 +1107,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel an earlier `request_stop` that has not taken effect yet.
+        """Cancel the stop that a caller named `asker` has requested with `request_stop`, if `fit` still runs.
 
         `min_epochs` and `min_steps` delay a stop. Used when the reason of the request no longer holds. Call it on all
         processes. Requests of others remain. `trainer.should_stop = False` cancels all requests.
@@ -1158,9 +1118,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after the current step.
+        """Return to an earlier checkpoint after the current training step, for example because the loss exploded.
 
-        For example, because the loss has exploded. All processes must call this.
+        All processes must call this.
 
         Args:
             path: The checkpoint.

@@ -49,7 +49,7 @@ class StepVetoed(Exception):
 
 
 class StepWithoutLoss(StepVetoed):
-    """Exception that aborts an optimizer step because no rank returned a loss."""
+    """Exception that aborts an optimizer step because `training_step` returned no loss on any rank."""
 
 
 class ClosureStep(PlainStep):
@@ -175,7 +175,6 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Raise an error if a task has one loss per optimizer and this is not supported."""
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
@@ -194,7 +193,7 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step whose forwards and backwards are scheduled by the strategy.
+    """Optimizer step in which the strategy orders the forwards and backwards, such as with pipeline parallelism.
 
     Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
     ranks receive its outputs and logged values.
@@ -249,10 +248,7 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Run `training_step` on one micro-batch of a pipeline schedule.
-
-        With `probe`, run only the forward.
-        """
+        # With `probe`, only the forward runs.
         self._enter(micro_batch)
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         if probe:
@@ -276,11 +272,7 @@ class ScheduledStep(PlainStep):
 
 
 def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
-    """Raise an error if a task does not work with a pipeline strategy.
-
-    Such a strategy runs the forward and backward of all micro-batches itself, which excludes manual optimization and
-    closures.
-    """
+    # A pipeline strategy runs the forward and backward of all micro-batches itself.
     if task.automatic_optimization and not by_closure:
         return
     what = "a closure for an optimizer or an overridden optimizer_step" if by_closure else "manual optimization"
@@ -300,8 +292,6 @@ WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Rows of a micro-batch that are processed together to save memory."""
-
     place: int  # index of the micro-batch within the optimizer step
     first: int
     end: int  # index after the last row
@@ -362,10 +352,7 @@ class SplitStep(PlainStep):
     # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute a step's gradients, in smaller parts each time that memory runs out.
-
-        Return the outputs of `training_step`, one per micro-batch.
-        """
+        # Each attempt that runs out of memory is followed by one with twice as many parts.
         random, metrics = RandomState.capture(), metric_states(self._metrics)
         buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
         failed: Attempt | None = None
@@ -387,10 +374,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Try to compute a step's gradients part by part.
-
-        Return the outputs of `training_step`, one per micro-batch. `failure` is the error of the previous attempt.
-        """
+        # `failure` is the error of the previous attempt.
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         # More parts were asked for, but each part already consists of a single row.
         if failure is not None and len(parts) == self._tried:
@@ -416,10 +400,7 @@ class SplitStep(PlainStep):
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
-        """Run forward and backward on some rows of a micro-batch.
-
-        `share` weighs the whole micro-batch in the mean over all ranks, `part` these rows in the step of this rank.
-        """
+        # `share` weighs the whole micro-batch in the mean over all ranks, `part` these rows in the step of this rank.
         self._current.batch, self._current.batch_info = taken.batch, taken.info
         self._logged.skips = share == 0.0
         if self._engine.window.size > 1:
@@ -437,10 +418,7 @@ class SplitStep(PlainStep):
     # Weights
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Return True if this rank's loss has a weight, or None before its first real loss.
-
-        Unlike the inherited method, this one runs no collective: a rank that is out of memory would not take part.
-        """
+        # Unlike the inherited method, this one runs no collective: a rank that is out of memory would not take part.
         if self._trainer.world_size == 1:
             return super()._decide_weighted(output)
         if self._dummy_loss is not None and self._dummy_loss.was_dummy:
@@ -450,10 +428,7 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Weight the losses on all ranks if the loss of any rank has a weight.
-
-        Runs an all-reduce.
-        """
+        # Runs an all-reduce. The losses of all ranks are weighted if that of any rank has a weight.
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)
@@ -492,10 +467,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _combine_outputs(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """Combine the outputs of `training_step` for the parts of a micro-batch.
-
-    Losses with weights are summed (`sums`), others averaged. None if the task skipped all parts.
-    """
+    # Losses with weights are summed (`sums`), others averaged. None if the task skipped all parts.
     if len(outputs) == 1:
         return outputs[0][1]
     given = [(share, output) for share, output in outputs if output is not None]
@@ -526,7 +498,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Return the kind of optimizer step that suits the task and the strategy."""
+    """Return the object that runs optimizer steps, of the class that suits the task, optimizers and strategy."""
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )

@@ -89,7 +89,7 @@ class StepOutput:
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise an error that explains why the backward of a loss fails."""
+        """Raise an error that tells the user why the backward of a loss failed, if the reason is known."""
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
                 f"{self._step} used other parameters than in the first step, for example because it returned None for "
@@ -135,10 +135,10 @@ class DummyLoss:
         self.was_dummy = False
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step` to return a zero loss instead of None.
+        """Wrap `training_step` to return a zero loss for a skipped batch, so that the rank joins the all-reduce.
 
-        The rank then still joins the all-reduce. The zero loss is computed from the output of the forward. DDP searches
-        that output for the parameters that take part in the backward.
+        The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
+        part in the backward.
         """
         presence = self._presence
 
@@ -161,20 +161,14 @@ class DummyLoss:
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
-        """Return True if another rank had a real loss in this step.
-
-        Valid only on a rank that skipped all of its own batches, after the backward.
-        """
+        # Valid only on a rank that skipped all of its own batches, after the backward.
         if self._presence is not None:
             return self._presence.grad is not None and float(self._presence.grad) != 0.0
         return not self._shares_batches
 
 
 def presence_parameter(model: nn.Module | None) -> nn.Parameter | None:
-    """Return the parameter `presence` of a wrapped model, or None if it has none.
-
-    The gradient of `presence` shows whether any rank had a real loss.
-    """
+    # The gradient of `presence` shows whether any rank had a loss that `training_step` returned.
     if model is None:
         return None
     return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
@@ -204,10 +198,10 @@ Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def adapt_step(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Wrap a task's step to accept a batch, its index and the index of its loader.
+    """Wrap a task's step so that the loops can always pass a batch, its index and its loader's index.
 
-    The loops always pass all three. A step with a single parameter receives the batch alone. A step with a parameter
-    `dataloader_iter` receives an iterator over such tuples of three, starting at the current batch.
+    A step with a single parameter receives the batch alone. A step with a parameter `dataloader_iter` receives an
+    iterator over tuples of these three, starting at the current batch.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
@@ -260,7 +254,6 @@ class Feed:
         return self.batch
 
     def following(self) -> tuple[Any, int, int] | None:
-        """Return the next batch, its index and that of the loader, or None at the end."""
         for batch in self:
             return batch, self.index, self._position
         return None
@@ -293,7 +286,6 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 def bind_step(
     model: nn.Module, step: Callable[..., Any], strategy: Strategy, precision: Precision
 ) -> Callable[..., Any]:
-    """Return a function that runs a task's step in the strategy's wrapper and with autocast."""
     # A bare `StepModule` would only call the step, so its overhead is avoided. Forward hooks need the call.
     if isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks):
         return under_precision(step, precision)
@@ -307,7 +299,7 @@ def bind_step(
 def bind_evaluation_step(
     trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that runs an evaluation step in the strategy's wrapper.
+    """Return a function that runs an evaluation step as the strategy requires, such as within DDP's module.
 
     If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
     then sent to all other ranks.
@@ -346,7 +338,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """Optimizer step with automatic optimization, over one or more micro-batches.
+    """Runner of optimizer steps for tasks with automatic optimization. Subclasses run special kinds of steps.
 
     The constructor makes all choices that stay equal during a run, so that each step runs only what it needs.
     """
@@ -384,7 +376,6 @@ class PlainStep:
         self._has_gradients = self._took_part = False
 
     def take_optimizers(self) -> None:
-        """Read the run's optimizers again, after they have been replaced between two steps."""
         self._optimizers = [optimizer.optimizer for optimizer in self._trainer.task_optimizers]
         self._zero_grad, self._clears_first = choose_zero_grad(self._trainer, self._task, self._optimizers)
 
@@ -412,7 +403,7 @@ class PlainStep:
         self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step over a list of micro-batches.
+        """Run one optimizer step on a list of micro-batches, and return whether an optimizer changed the weights.
 
         Return True if an optimizer stepped.
         """
@@ -424,7 +415,7 @@ class PlainStep:
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Compute and discard a step's gradients, to find out whether memory is enough."""
+        # A search calls this to find out whether memory is enough.
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
             for micro_batch in window:
@@ -541,7 +532,6 @@ class PlainStep:
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
     def _has_loss(self) -> bool:
-        """Return True if any rank has a real loss in this step."""
         if not self._has_gradients:
             return False
         if self._took_part or self._dummy_loss is None:
@@ -550,10 +540,6 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Count a finished optimizer step, step the schedulers and call the hooks.
-
-        Return True if an optimizer stepped.
-        """
         progress, last = self._progress, window[-1]
         self._engine.close()
         if self._taken:
@@ -619,7 +605,8 @@ class ManualStep(PlainStep):
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Do nothing, since manual optimization has no gradients without steps."""
+        # With manual optimization, only `training_step` can compute gradients, and it steps the optimizers as well.
+        ...
 
     def run(self, window: list[PendingBatch]) -> bool:
         self._begin(window)
@@ -635,10 +622,7 @@ class ManualStep(PlainStep):
 
 
 def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer]) -> tuple[Callable[[], None], bool]:
-    """Choose how gradients are cleared, and whether this may happen before the forward.
-
-    It must happen later, before the backward, if hooks or an override in the task observe the call.
-    """
+    # The second value is True if gradients may be cleared before the forward, which hooks would observe.
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
     before = trainer.hooks.find("on_before_zero_grad")

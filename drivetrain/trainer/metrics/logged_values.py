@@ -109,7 +109,6 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        """Name of the step values, with `_step` appended if the epoch is reported too."""
         return self._forked("_step") if self.on_epoch else self.name
 
     @property
@@ -126,10 +125,7 @@ class LoggedValue:
         self.weight, self._pending, self._weights = 0.0, [], []
 
     def update(self, value: Value, weight: float) -> None:
-        """Store a newly logged number and its weight in the epoch's result.
-
-        The tensor stays on its device. Stored values are reduced there once 64 have been collected.
-        """
+        # The tensor stays on its device, where stored values are reduced once 64 have been collected.
         self.fresh = True
         if self.on_step:
             self.last, self.stepped = value, True
@@ -145,7 +141,6 @@ class LoggedValue:
         return self.total
 
     def fold(self) -> None:
-        """Add the values stored since the last call to the epoch's running total."""
         if not self._pending:
             return
         values, weights = _stack(self._pending), self._weights
@@ -170,10 +165,7 @@ class LoggedValue:
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """Return the values and options of one logged name, for a checkpoint.
-
-        Stored values are not reduced first: another order of additions would change the result of the epoch.
-        """
+        # Stored values are not reduced first: another order of additions would change the result of the epoch.
         then = mark or self.mark()
         pending = then.pending[: then.kept]
         return {
@@ -202,13 +194,7 @@ class LoggedValue:
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, total: Any = None) -> dict[str, Any]:
-        """Return this rank's total of one logged name, with its options, as plain values.
-
-        They can be sent to other ranks.
-
-        Args:
-            total: The total as a number, or as a list for a function of `reduce_fx`. None if there is none.
-        """
+        # Plain values, which can be sent to other ranks.
         return {
             "name": self.name,
             "total": total,
@@ -225,11 +211,8 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Snapshot of the values logged under one name, for a later checkpoint.
-
-    The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
-    """
-
+    # The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are
+    # fixed.
     total: Any
     weight: float
     pending: list[Value]
@@ -290,10 +273,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Return whether `self.log` stores a value for its step, and whether for its epoch.
-
-    `known` holds what was logged under this name with other options before.
-    """
+    # `known` holds what was logged under this name with other options before.
     if scope.on_step is None:
         raise ConfigurationError(
             f"You can't call self.log({name!r}, ...) here ({scope.stage}), because there is no current step or epoch. "
@@ -336,7 +316,6 @@ class EvaluationCounts(dict[str, int]):
     alone = False
 
     def count(self, stage: str, loader: int) -> int:
-        """Count one evaluated batch, and return how many batches of its loader were evaluated before."""
         key = f"{_kind(stage, self.alone)}/{loader}"
         before = self.get(key, 0)
         self[key] = before + 1
@@ -357,10 +336,7 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """Combine the ranks' totals of one logged name into its result for the epoch.
-
-    With `sync_dist=False`, only the total of this rank (`local`) is used. None if there is no total.
-    """
+    # With `sync_dist=False`, only the total of this rank (`local`) is used. None if there is no total.
     first = everyone[0]
     parts = everyone
     if first["sync"] is False:
@@ -421,7 +397,6 @@ def latest_of(entries: Iterable[LoggedValue]) -> dict[str, Value]:
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the latest step values by name, each combined over all ranks."""
     values: dict[str, float] = {}
     for entry in entries_to_sync(entries):
         found = [each[entry.step_name] for each in everyone if entry.step_name in each]
@@ -436,8 +411,6 @@ _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
 class LogMark(NamedTuple):
-    """Snapshot of all values logged in training, for a later checkpoint."""
-
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
     bar: dict[str, Value]
@@ -483,7 +456,6 @@ class LoggedValues:
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Set the part of the run, such as a validation, to which `self.log` calls now belong."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
@@ -505,7 +477,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set aside all logged values while the `with` block runs trial steps."""
+        # Trial steps of a search must leave no logged values.
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -518,10 +490,6 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[Call]]:
-        """Divert the `self.log` calls of the `with` block to a list, and yield the list.
-
-        Their values are not stored.
-        """
         calls: list[Call] = []
 
         def collect(name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
@@ -641,10 +609,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return another key for a name that a second evaluation loader has logged.
-
-        The default raises `ConfigurationError`.
-        """
+        # A subclass may return a key under which the value of the second evaluation loader is stored.
         raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Set add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
@@ -655,12 +620,10 @@ class LoggedValues:
     # Checkpoints
 
     def mark(self) -> LogMark:
-        """Return a snapshot of the values logged in training, for a later checkpoint."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """Return this rank's logged values for a checkpoint."""
         then = mark or self.mark()
         return {
             "train": [entry.state_dict(at) for entry, at in then.entries],
@@ -702,10 +665,7 @@ class LoggedValues:
         }
 
     def copy_step_values(self) -> None:
-        """Copy all values that `training_step` has logged last to the CPU, in one transfer.
-
-        Trackers, callbacks and the progress bar then read them without waiting for the device again.
-        """
+        # Trackers, callbacks and the progress bar then read the values without waiting for the device again.
         entries = list(self._tables["train"].values())
         last = {number: entry.last for number, entry in enumerate(entries) if entry.last is not None}
         for number, value in on_cpu(last).items():
@@ -725,10 +685,10 @@ class LoggedValues:
         return {name: synced.get(name, value) for name, value in values.items()}
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the last step's values after an exception, without a collective.
+        """Return the values of the last training step after an exception, which a collective could not reduce.
 
-        A rank that failed would not take part in one. Also returns the names of the values that are not reduced over
-        ranks. `exchange` sends a text to all ranks and returns theirs, or None if some do not reply.
+        A rank that failed would not take part in a collective. Also returns the names of the values that are not
+        reduced over ranks. `exchange` sends a text to all ranks and returns theirs, or None if some do not reply.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         latest = to_numbers(latest_of(entries))
@@ -740,7 +700,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """Return the newest value of each logged name, as in `trainer.callback_metrics`.
+        """Return the newest value of each name that `self.log` has received, for `trainer.callback_metrics`.
 
         With `newest`, a value of a step precedes the result of the last epoch.
         """
@@ -788,9 +748,10 @@ class LoggedValues:
     # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Finish an epoch: reduce each logged value over batches and ranks, and return the results.
+        """Reduce the values that `self.log` received in an epoch over its batches and all ranks, and return them.
 
-        With `keep=False`, as in a sanity check, callbacks see the results only until training begins.
+        With `keep=False`, as in a sanity check, callbacks see the results only until training begins. All ranks must
+        call this together.
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         entries = self._tables[stage].values()
@@ -861,11 +822,9 @@ class LoggedValues:
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Restore from a checkpoint which metrics `reset_finished` must reset."""
         self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
-        """Reset the torchmetrics objects whose epoch is over."""
         # Not earlier: hooks at the epoch's end may read them, and metrics of one collection may share their states.
         for metric in self._finished:
             metric.reset()
@@ -876,7 +835,6 @@ class LoggedValues:
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Discard the values that were logged in the given stages of the run."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:
@@ -894,7 +852,6 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Add values to `trainer.callback_metrics` and the progress bar without `self.log`."""
         self._epoch.update(values)
         self._bar.update(bar or {})
 
@@ -926,7 +883,6 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Return True if two functions come from the same definition."""
     if isinstance(one, partial) and isinstance(other, partial):
         return _is_same_function(one.func, other.func)
     if not (callable(one) and callable(other)) or type(one) is not type(other):
@@ -940,8 +896,6 @@ def _is_same_function(one: Any, other: Any) -> bool:
 
 
 class _Call(NamedTuple):
-    """Arguments of a `self.log` call that was recorded for one part of a micro-batch."""
-
     value: Any
     arguments: tuple[Any, ...]  # in the order of `ARGUMENTS`
     rows: float  # weight of the value in a mean
@@ -960,10 +914,7 @@ class MicroBatchLog:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect the `self.log` calls of the `with` block for one part of a micro-batch.
-
-        `place` is the index of the micro-batch.
-        """
+        # `place` is the index of the micro-batch.
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:
@@ -974,7 +925,6 @@ class MicroBatchLog:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log each name once for a micro-batch, with the values of its parts combined."""
         parts = self._parts.get(place, [])
         for key in dict.fromkeys(key for calls in parts for key in calls):
             found = [calls[key] for calls in parts if key in calls]

@@ -19,9 +19,7 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Return the result of a metric's `compute()`, with states merged over ranks.
-
-    Works even if some ranks have not updated the metric.
+    """Return the result of a torchmetrics metric over the batches of all ranks, even of ranks without updates.
 
     `select` picks, from the states of all ranks, those that count.
     """
@@ -59,11 +57,8 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Make `metric.compute()` exchange its whole state over ranks in one collective.
-
-    torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
-    the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
-    """
+    # torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than
+    # others, the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
     from torchmetrics import Metric
 
     changed = [
@@ -82,10 +77,7 @@ def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
 
 
 def _exchange_states(metric: Any, select: Select, *_: Any, **__: Any) -> None:
-    """Merge a metric's states over all ranks with the metric's own reductions.
-
-    torchmetrics calls this before `compute()`, and restores this rank's states afterwards.
-    """
+    # torchmetrics calls this before `compute()`, and restores this rank's states afterwards.
     own = {name: _on_cpu(getattr(metric, name)) for name in metric._reductions}
     everyone: list[dict[str, Any]] = select(gather_object([own]))
     for name, reduction in metric._reductions.items():
@@ -112,10 +104,7 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
-    """Undo changes of the task's metrics at the end of the `with` block.
-
-    Used for padding, which must not count.
-    """
+    # Used for padding, which must not count.
     metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {

@@ -66,7 +66,6 @@ class TrackerLog:
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Set `next_step`, the next optimizer step whose values the trackers receive."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
@@ -100,7 +99,6 @@ class TrackerLog:
                 self.write(numbers, step)
 
     def write_evaluation_step(self) -> None:
-        """Write the values that an evaluation step logged with `on_step=True` to the trackers."""
         values, number = self.trainer.logged.end_evaluation_batch()
         if values and self.trainer.tracker_group.writes_here:
             self.write(to_numbers(values), number)
@@ -149,11 +147,8 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the last step's values to the trackers after an exception.
-
-        If not all ranks arrive here within a second, trackers receive the values of this rank alone. `though_not_due`
-        also writes a step that `log_every_n_steps` does not select.
-        """
+        # If not all ranks arrive here within a second, trackers receive the values of this rank alone. `though_not_due`
+        # also writes a step that `log_every_n_steps` does not select.
         is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:
             self.write_in_spite_of_error(self.write_due_values)
@@ -187,10 +182,7 @@ class TrackerLog:
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Call `write` while an exception is handled.
-
-        Suppress its own exceptions, which would hide the first.
-        """
+        # Called while an exception is handled, which another one would hide.
         with suppress(Exception):
             write()
 

@@ -35,7 +35,6 @@ def to_lists(values: Mapping[K, Tensor | float]) -> dict[K, Any]:
 
 
 def on_cpu(values: Mapping[K, Tensor | float]) -> dict[K, Tensor | float]:
-    """Return the values with tensors on the CPU, copied in one transfer from each device."""
     elsewhere = {k: value for k, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
     copied = to_lists(elsewhere)
     return {**values, **{key: torch.tensor(copied[key], dtype=tensor.dtype) for key, tensor in elsewhere.items()}}

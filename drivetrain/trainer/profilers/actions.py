@@ -27,7 +27,7 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Measurement of a run's hooks, steps and other actions by its profiler.
+    """Measurement of a run's hooks and steps by the Trainer's profiler.
 
     Parts of the run wrap their functions once, before the loop. Without a profiler, functions are returned unchanged,
     so that profiling costs nothing.
@@ -63,7 +63,6 @@ class Actions:
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """Return the profiler's name of a task or data module method, as `[Task]Net.setup`."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
@@ -89,17 +88,9 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """Let the profiler measure how long a loop waits for each value.
-
-        Return an iterable over the values.
-        """
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """Let the profiler measure how long training waits for each batch.
-
-        Return an iterable over the batches.
-        """
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
@@ -124,7 +115,6 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Return step hooks in which the profiler measures backward and optimizer step."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

@@ -108,7 +108,7 @@ class Profiler(ABC):
         return ""
 
     def describe(self) -> None:
-        """Print the profiler's report, or write it to a file if `filename` is set."""
+        """Print the text of `summary()`, or write it to a file if the profiler has a `filename`."""
         report = self.summary()
         if not report:
             return
@@ -133,7 +133,7 @@ class Profiler(ABC):
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Prepare to profile a task.
+        """Prepare the profiler for a task before the task runs, for example by adding hooks to the task's modules.
 
         Override it if a profiler needs the task's modules or its steps per epoch. Called after `setup`.
 

@@ -173,7 +173,6 @@ class PyTorchProfiler(Profiler):
         return joined
 
     def _synchronisations(self, events: Any) -> Iterator[str]:
-        """Yield a report line for each action that makes the CPU wait for the GPU."""
         found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent
@@ -198,7 +197,6 @@ class PyTorchProfiler(Profiler):
     # Recording
 
     def _begin_step(self, kind: str) -> None:
-        """Begin a step of the given kind: advance its `torch.profiler` recording, or start a new one."""
         if self._schedule is None:
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)
@@ -216,7 +214,6 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """Return the `torch.profiler` schedule for a kind of step."""
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:
@@ -273,7 +270,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Context manager that labels the forward of each module in profiler traces."""
+    """Label the forward of each submodule of a model in the traces of `torch.profiler`, during a `with` block."""
     handles = []
     for name, module in model.named_modules():
         # The root module has no name, and TorchScript modules accept no hooks.
@@ -302,7 +299,7 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 
 
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
-    """Return how many steps a schedule needs for its first trace, or 0 if it makes none."""
+    # 0 if the schedule never saves a trace.
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
     # Schedules are functions, so they can only be tried out.
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)

@@ -126,7 +126,6 @@ _OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
 def time_spent(
     timing: Timing, profiler: SimpleProfiler, samples: int | None, workers: int | None, processes_here: int = 1
 ) -> TimeSpent:
-    """Summarize the time of `fit`: for each part, such as waiting for data, and each hook."""
     named: dict[str, float] = defaultdict(float)
     # Loaders are created before the first epoch, so `timing` does not include this.
     making = profiler.own_seconds.get("setup_train_dataloader", 0.0)

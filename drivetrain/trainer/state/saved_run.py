@@ -47,19 +47,16 @@ if TYPE_CHECKING:
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """Return a description of how batches are divided among ranks.
-
-    The state that a rank has saved can be restored only in a run with an equal layout.
-    """
+    # The state that a rank has saved can be restored only in a run with an equal layout.
     topology = strategy.topology
     return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
 def merge_saved_ranks(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Merge the logged values and metric states of several saved ranks into those of this rank.
+    """Merge logged values and metric states that other ranks saved, if the number of ranks has changed.
 
-    Used if the number of ranks or their layout has changed. Each saved rank is assigned to exactly one rank of this
-    run, so that sums over an epoch stay complete. Return {} if the checkpoint has no logged values.
+    Also used if only the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run,
+    so that sums over an epoch stay complete. Return {} if the checkpoint has no logged values.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -126,7 +123,7 @@ _WITHIN_STEPS = (
 
 
 class StepSnapshot:
-    """Copy of this rank's state before the current step, for checkpoints within the step.
+    """Copy of this rank's state before a training step, for checkpoints that are saved during the step.
 
     A resumed run repeats the unfinished step or validation. Its random numbers, logged values, metric updates and
     buffers must therefore not be saved. A mark copies the random states, the metric states and the buffers.
@@ -151,7 +148,6 @@ class StepSnapshot:
         self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
-        """Copy random states, metrics and buffers before a step or validation."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
         self.random = RandomState.capture()
@@ -160,30 +156,23 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Copy the task's buffers into the snapshot again, after a callback exchanged them."""
+        # Called after `WeightAveraging` has exchanged the buffers.
         if self.is_open:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Discard the snapshot, so that the next checkpoint stores the current state."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
-        """True while the step or validation that follows the snapshot is running.
-
-        Checkpoints then store the snapshot.
-        """
+        # True while the step or validation that follows the mark is running. Checkpoints then store the snapshot.
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Set the task's buffers to their values in the snapshot for the `with` block.
-
-        Used while a checkpoint is saved. Does nothing between two steps.
-        """
+        # Used while a checkpoint is saved.
         if not self.is_open:
             yield
             return
@@ -369,10 +358,7 @@ class SavedRun:
         self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
-        """Restore data module and callbacks, before the run creates optimizers.
-
-        Also calls the `on_load_checkpoint` hooks of the task and the callbacks.
-        """
+        # Called before the run creates optimizers.
         trainer, entries, engine = self._trainer, self._entries, self._saved.engine
         assert trainer.task is not None
         self._saved.refuse_weights_only()
@@ -397,10 +383,8 @@ class SavedRun:
                 callback.load_state_dict(callbacks[key])
 
     def _migrate(self, shown: dict[str, Any]) -> None:
-        """Apply the changes of `on_load_checkpoint` to all copies of the loaded weights.
-
-        A callback may have stored such copies in the checkpoint.
-        """
+        # A callback may have stored copies of the weights in the checkpoint, which `on_load_checkpoint` must change,
+        # too.
         trainer = self._trainer
         assert trainer.task is not None
         names = {name for each in trainer.callbacks if (name := each.further_weights) in shown}
@@ -500,10 +484,7 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the random state and loader positions to save in a checkpoint.
-
-    They are those after the last finished step.
-    """
+    # Random state and loader positions after the last finished step.
     if trainer.loop is None:
         return Moment()
     batches, progress = trainer.loop.batches, trainer.progress
@@ -547,10 +528,7 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Move a loader past the first `batches` of an epoch.
-
-    Used for a checkpoint without the loader's position.
-    """
+    # Used for a checkpoint without the loader's position.
     loader.set_epoch(epoch)
     if not batches:
         return
@@ -568,10 +546,7 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
 
 
 def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return the checkpoint to resume from, given to `fit` or by `DRIVETRAIN_RESUME`.
-
-    Return None if there is neither. The environment variable counts only for the first `fit` of a process.
-    """
+    # The environment variable counts only for the first `fit` of a process.
     asked = os.environ.pop(RESUME_VARIABLE, None)
     return asked if given is None else given
 

@@ -236,7 +236,7 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """Return the mean loss of the last step over all ranks, or None if there was no loss."""
+        # All-reduces the sums, and starts new ones. None if there was no loss on any rank.
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)

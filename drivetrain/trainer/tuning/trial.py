@@ -48,7 +48,7 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Train for up to `steps` steps with the task's hooks.
+        """Train for up to `steps` steps with the task's hooks, for a search that tries settings.
 
         `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
         the trial. With `within_limits`, epochs end at `limit_train_batches`.
@@ -84,10 +84,7 @@ class TrainingTrial:
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Compute the gradients of one step, to find out whether memory is enough.
-
-        Runs no all-reduce.
-        """
+        # Finds out whether memory is enough. Runs no all-reduce.
         trainer = self._trainer
         trainer.current.stage = Stage.TRAIN
         trainer.logged.enter(TRAIN_STEP)
@@ -135,7 +132,7 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Yield the training loader for a trial, and restore its position afterwards."""
+    # The loader's position is restored after the `with` block.
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -263,7 +260,6 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """Find the attribute that a search sets, among `names`, in the task or the data module."""
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:
@@ -281,7 +277,6 @@ class TunedAttribute:
 
     @property
     def value(self) -> Any:
-        """Current value of the attribute: the data module's if it has the attribute, else the task's."""
         # The data module comes last among the holders.
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)

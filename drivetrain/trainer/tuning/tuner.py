@@ -164,7 +164,6 @@ class Tuner:
             return self._trainer.tuning.find_batch_size(task, tried)
 
     def _check(self, finder: type[Callback], method: str, training: Any, validating: Any, evaluating: Any) -> Stage:
-        """Check the arguments of a search, and return the stage in which it runs."""
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
@@ -190,7 +189,6 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set up a task for a search in the `with` block, then restore the Trainer."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
@@ -240,10 +238,7 @@ class Tuning:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Run the learning-rate search for a task, and return its `LRFinder`.
-
-        Return None with `fast_dev_run`. All ranks must call this together.
-        """
+        # None with `fast_dev_run`. All ranks must call this together.
         if self._is_skipped("learning rate finder"):
             return None
         return search_learning_rate(self._trainer, task, tried)
@@ -262,10 +257,7 @@ class Tuning:
             )
 
     def find_batch_size(self, task: Task, tried: BatchSizeRange) -> int | None:
-        """Search for the largest batch size that fits into memory, set it and return it.
-
-        The batch size is that of the current stage. Return None with `fast_dev_run`. All ranks must call this together.
-        """
+        # None with `fast_dev_run`. All ranks must call this together.
         stage = self._trainer.task_run.stage
         if stage is None or self._is_skipped("batch size scaler"):
             return None
@@ -313,7 +305,6 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Return the batch-size attribute for a search. Raise an error if there is none or loaders were given."""
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
