@@ -17,7 +17,7 @@ _CLOSE = 1e-3
 
 @dataclass
 class Finding:
-    """The first difference between a run and the reference, with its explanation.
+    """Explanation of why two runs of a script differ: the first difference, its cause and its remedy.
 
     Attributes:
         cause: Short name of the cause.
@@ -37,7 +37,7 @@ class Finding:
 
 
 def diagnose(compared: Comparison, again: Run) -> Finding | None:
-    """Return an explanation of the first difference between a run and the reference, or None if both agree.
+    """Explain why two compared runs of a script differ, or return None if both agree up to rounding.
 
     Args:
         compared: The comparison.
@@ -320,7 +320,6 @@ def _normalized(first: Difference, subject: Run, evidence: str) -> Finding:
 
 
 def _weighted(subject: Run, step: int, expected: float) -> str | None:
-    """Return the name of the count that weights the ranks' losses to the expected loss, or None."""
     steps = [subject.ranks[rank]["steps"][step] for rank in subject.readers]
     batches, losses = [each.get("batches", ()) for each in steps], [each.get("losses", ()) for each in steps]
     number = len(batches[0])  # of micro-batches
@@ -474,7 +473,7 @@ _EXPLAIN: dict[str, Callable[[Comparison, Difference], Finding]] = {
 
 
 def _logged(compared: Comparison) -> Finding | None:
-    """Compare logged values, which follow from equal weights. Return None if they agree."""
+    # Weights agree if this is called, so a difference comes from how values are logged.
     subject, reference, rounding = (
         {(each["step"], name): value for each in run.first["logged"] for name, value in each["values"].items()}
         for run in (compared.subject, compared.reference, compared.rounding)
@@ -500,12 +499,6 @@ def _logged(compared: Comparison) -> Finding | None:
 
 
 def notes(compared: Comparison, again: Run) -> list[str]:
-    """Return what a reader should know of how runs were compared.
-
-    Args:
-        compared: The comparison.
-        again: The run on one process, a second time.
-    """
     firsts = [run.first for run in (compared.subject, compared.reference, compared.single)]
     found = []
     if any(each.get("dropout") for each in firsts):

@@ -52,7 +52,7 @@ def verify(
     output: str | None,
     **options: Any,
 ) -> int:
-    """Check that SCRIPT trains the same on several processes as on one, and name the cause if it does not.
+    """Check that SCRIPT trains on several processes as it does on one, and name the cause of a difference.
 
     The script runs unchanged for a few steps, on the processes that FLAGS of `drivetrain launch` ask for (two by
     default) and on one. OPTIONS go first, then FLAGS, then SCRIPT.

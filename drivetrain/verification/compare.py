@@ -43,12 +43,10 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, name: str = "one process") -> Run:
-        """Read the records that the processes of a run have written into a folder."""
         paths = sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem[4:]))
         return cls([json.loads(path.read_text()) for path in paths], name, str(folder))
 
     def write(self, folder: Path) -> None:
-        """Write the records into a folder, which is created if it does not exist."""
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank*.json"):
             old.unlink()
@@ -61,7 +59,6 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of steps that all processes have recorded."""
         return min((len(rank["steps"]) for rank in self.ranks), default=0)
 
     @property
@@ -78,7 +75,7 @@ class Run:
         return [found[shard] for shard in sorted(found)]
 
     def rows(self, step: int) -> list[list[str]] | None:
-        """Return the hashes of the rows that each reader trained on in a step, or None if unknown."""
+        # Digests of the rows that each of `readers` trained on. None if they are unknown.
         found = []
         for rank in self.readers:
             if not self.first["loaders"]:
@@ -95,18 +92,12 @@ class Run:
         return math.fsum(losses) if losses else None
 
     def loss(self, step: int) -> float | None:
-        """Return the loss of a step over all processes, or None if it was not recorded."""
         losses = [self.loss_of(rank, step) for rank, each in enumerate(self.ranks) if each.get("computes_loss", True)]
         seen = [loss for loss in losses if loss is not None]
         return math.fsum(seen) / len(seen) if seen else None
 
     def values(self, step: int, name: str) -> dict[str, list[float]]:
-        """Return recorded tensors of a step by parameter name, from the first process that has each of them.
-
-        Args:
-            step: The step.
-            name: `"gradients"`, `"elements"` of gradients, `"weights"` or `"buffers"`.
-        """
+        # Of each tensor, the record of the first process that has the tensor.
         found: dict[str, list[float]] = {}
         for rank in self.ranks:
             for key, values in rank["steps"][step].get(name, {}).items():
@@ -130,10 +121,6 @@ class Run:
 
 
 def generators_apart(found: Run, expected: Run) -> str:
-    """Return the names of global random generators whose states differ between the first processes of two runs.
-
-    Each name is followed by the first step that differs. The text is empty if all states agree.
-    """
     first: dict[str, int] = {}
     for step, (own, other) in enumerate(zip(found.first["steps"], expected.first["steps"], strict=False)):
         states, others = own.get("generators", {}), other.get("generators", {})
@@ -145,7 +132,7 @@ def generators_apart(found: Run, expected: Run) -> str:
 
 @dataclass
 class Difference:
-    """Difference of one quantity between two runs in one step.
+    """Largest difference of one quantity, such as the gradients, between two runs in one optimizer step.
 
     Attributes:
         step: The step, from 0.
@@ -198,7 +185,7 @@ def relative(found: Values, expected: Values) -> tuple[float, str]:
 def difference(
     step: int, quantity: str, found: Run, expected: Run, arbitrary: Mapping[str, AbstractSet[int]] | None = None
 ) -> Difference | None:
-    """Return the difference of a quantity in a step between two runs. None if one of them has not recorded it.
+    """Compare one quantity of an optimizer step, such as the gradients, between two runs of a script.
 
     Args:
         step: The step.
@@ -244,10 +231,8 @@ def _without(values: Values, arbitrary: Mapping[str, AbstractSet[int]]) -> Value
 
 
 def _only_rounding(gradients: Values, elements: Values) -> Iterator[tuple[str, int]]:
-    """Return the positions of elements whose gradient is rounding error, as of the bias of an attention's keys.
-
-    Adam divides a gradient by its size, so such elements move by a whole learning rate in an arbitrary direction.
-    """
+    # The gradient of some weights is only rounding error, such as that of the bias of an attention's keys. Adam divides
+    # a gradient by its size, so such weights move by a whole learning rate in an arbitrary direction.
     sizes = {name: _rms(values) for name, values in gradients.items()}
     largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
     for name, values in elements.items():
@@ -265,7 +250,7 @@ def _as_list(value: Any) -> list[float]:
 
 @dataclass
 class Comparison:
-    """Comparison of a run with the reference. A difference counts if it exceeds the measured rounding error.
+    """All differences between a run that is judged and a reference run, and how much is rounding error.
 
     Attributes:
         subject: The run to judge.
@@ -308,12 +293,10 @@ class Comparison:
 
     @property
     def is_low(self) -> bool:
-        """True if the compared run uses a lower precision than float32."""
         return self.subject.first.get("precision", "32") not in ("32", "32-true", "64", "64-true")
 
     @property
     def first(self) -> Difference | None:
-        """The first difference above rounding error, or None."""
         return next((each for each in self.differences if not each.is_rounding), None)
 
     @property

@@ -24,8 +24,7 @@ def seed_of(key: Any, draw: int = 0) -> int:
 
 
 class _Joined:
-    """Batch sampler that joins `count` batches of another one, in an epoch of `rows` rows, or all if that is None."""
-
+    # Each batch consists of `count` batches of the other sampler. An epoch has `rows` rows, or all if this is None.
     def __init__(self, sampler: Any, count: int, is_reversed: bool, rows: int | None) -> None:
         self.batch_sampler, self.count, self.is_reversed, self.rows = sampler, count, is_reversed, rows
         self.sampler = getattr(sampler, "sampler", None)
@@ -53,8 +52,6 @@ class _Joined:
 
 
 class _Around:
-    """Object with the attributes of another one."""
-
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
@@ -96,7 +93,7 @@ class _Seeded(_Around):
 
 
 def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
-    """Return a loader whose batches each contain the rows that several processes train on in one step.
+    """Return a data loader that joins the rows of each `shards` batches of a script's loader to one batch.
 
     Its samples take random numbers from their index. Only loaders of samples with an index are reversed or uneven.
 
@@ -134,9 +131,10 @@ def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_ov
 
 
 def rows_of(batch: Any, rows: int | None) -> list[str] | None:
-    """Return a digest of each row of a batch, or None if the batch has no tensors with that many rows.
+    """Return a digest of each row of a batch, so that runs can be compared by the rows that they train on.
 
-    Padding at the end of a row of token ids does not count, because batches of other sizes are padded to other lengths.
+    None if the batch has no tensors with `rows` rows. Padding at the end of a row of token ids does not count, because
+    batches of other sizes are padded to other lengths.
 
     Args:
         batch: The batch.
@@ -165,7 +163,7 @@ def _without_end(row: Tensor) -> Tensor:
 
 
 def counts_of(batch: Any) -> dict[str, float]:
-    """Return counts by which losses are often divided, by tensor: non-ignored labels and mask elements."""
+    """Return how many elements of a batch's tensors are not -100 or not 0, by which a loss may be divided."""
     found: dict[str, float] = {}
     for number, tensor in enumerate(_tensors(batch)):
         if not tensor.is_floating_point() and tensor.dim():

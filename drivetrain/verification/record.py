@@ -46,7 +46,7 @@ SEED = 20240
 
 @dataclass(frozen=True)
 class Recording:
-    """Request to a process: how many steps to record, and how its run differs from the script. Passed as JSON.
+    """Request to a process, sent as JSON: how many steps of a script to record, and which settings to replace.
 
     Attributes:
         folder: Folder for the records, and for what the script saves.
@@ -76,7 +76,7 @@ class Recording:
 
 
 class SilentTracker(Tracker):
-    """Tracker that passes logged values to the recorder and writes nothing."""
+    """Tracker that passes a script's logged values to the function `log`, and writes nothing."""
 
     in_background = False
 
@@ -97,7 +97,7 @@ class SilentTracker(Tracker):
 
 @cache
 def _positions(name: str, size: int) -> Tensor:
-    """Return the positions of the tensor elements to record, which are the same in every run."""
+    # The positions depend only on name and size, so that all runs record equal elements.
     if size <= SAMPLES:
         return torch.arange(size)
     generator = torch.Generator().manual_seed(seed_of(name, size))
@@ -127,11 +127,11 @@ def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def sums_of(tensor: Tensor) -> list[float]:
-    """Return 64 sums over parts of a tensor with pseudorandom signs, or its elements with signs if it has fewer.
+    """Return at most 64 numbers that represent a tensor, so that tensors of two runs can be compared.
 
-    This is a count sketch: the root of the sum of their squares is about the norm of the tensor. Tensors that differ,
-    in a few elements or in many, have sums that differ by about as much, whereas norms hardly change with a few
-    elements of a large tensor.
+    Each is a sum over a part of the tensor with pseudorandom signs. This is a count sketch: the root of the sum of
+    their squares is about the norm of the tensor. Tensors that differ, in a few elements or in many, have sums that
+    differ by about as much, whereas norms hardly change with a few elements of a large tensor.
     """
     flat = _flat(tensor)
     if not flat.numel():
@@ -149,7 +149,6 @@ def sums_of(tensor: Tensor) -> list[float]:
 
 
 def _common_factor(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Return the positive factor by which all values are larger than the others, or None if there is not one."""
     largest = max(map(abs, others), default=0.0)
     if not 0.0 < largest < math.inf:
         return None
@@ -191,7 +190,7 @@ def strategy_of(spec: str) -> Any:
 
 @dataclass(eq=False)
 class Recorder(observer.Observer):
-    """Observer that records a script's first optimizer steps in one process.
+    """Observer of a script's process that records the first optimizer steps, to compare them with another run.
 
     Attributes:
         asked: The recording options.
@@ -215,7 +214,6 @@ class Recorder(observer.Observer):
 
     @property
     def is_done(self) -> bool:
-        """True once every stepping optimizer has taken the requested number of steps."""
         return bool(self._counts) and min(self._counts.values()) >= self.asked.steps
 
     # observer
@@ -363,7 +361,7 @@ class Recorder(observer.Observer):
                 yield name, parameter.grad
 
     def _sums_now(self, name: str, gradient: Tensor) -> list[float]:
-        """Return the sums of a gradient before the step. If clipping has only scaled it, no second pass is needed."""
+        # If clipping has only scaled the gradient, its sums are scaled, too, which saves a second pass over it.
         gradient = _whole(gradient)
         factor = _common_factor(_elements(name, gradient), self._step.get("elements", {}).get(name, ()))
         return sums_of(gradient) if factor is None else [factor * each for each in self._step["gradients"][name]]
@@ -415,7 +413,6 @@ class Recorder(observer.Observer):
         self.record["logged"].append({"step": step, "values": numbers})
 
     def write(self, problem: str = "") -> None:
-        """Write the record of this process as `rank<number>.json` into the folder."""
         rank = ProcessEnvironment.detect().rank
         self.record["problem"] = problem
         self.record["dropout"], self.record["unplaced"] = self.random.has_dropout, sorted(self.random.unplaced)

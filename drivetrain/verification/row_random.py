@@ -38,7 +38,7 @@ _DRAWS: dict[Any, str] = {
 
 
 class RowRandom(TorchFunctionMode):
-    """Dispatch mode that seeds a step's random numbers by data row, and turns dropout off.
+    """Mode that makes random numbers depend on the data row alone and skips dropout, to compare two runs.
 
     One process then draws the same numbers for a row as any other number of processes. The global generators are not
     used, so that they stay equal too.
@@ -53,12 +53,6 @@ class RowRandom(TorchFunctionMode):
         self.unplaced: set[str] = set()
 
     def begin(self, keys: list[str], batch: int) -> None:
-        """Start a batch: set the keys of its rows and reset the count of draws.
-
-        Args:
-            keys: A text for each row, equal in all runs, such as a digest.
-            batch: Index of the batch, for numbers that belong to no row.
-        """
         self._keys, self._batch, self._draws = keys, batch, 0
 
     def end(self) -> None:
@@ -114,7 +108,7 @@ class RowRandom(TorchFunctionMode):
 def _fill(
     func: Any, part: Tensor, generator: torch.Generator, args: Any, kwargs: Any, dimension: int, taken: slice
 ) -> None:
-    """Redraw `part`, the rows `taken` in a dimension of the tensor that `func` made of `args` and `kwargs`."""
+    # `part` holds the rows `taken` of the tensor that `func` has made of `args` and `kwargs`, along `dimension`.
     how = _DRAWS[func]
 
     def own(value: Any) -> Any:

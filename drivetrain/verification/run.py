@@ -32,7 +32,7 @@ class ComparisonError(DrivetrainError):
 
 
 class ScriptFailed(ComparisonError):
-    """Raised if a run of the script failed.
+    """Error of `verify` if the compared script itself fails, for example with an exception.
 
     Args:
         message: The message.
@@ -57,7 +57,7 @@ class OutOfMemory(ScriptFailed):
 
 @dataclass
 class VerificationResult:
-    """Result of `verify`.
+    """What `verify` has found: whether a script's two runs train the same, and why they differ if they do.
 
     Attributes:
         verdict: `"identical"`, `"same"` up to rounding, or `"different"`.
@@ -86,7 +86,7 @@ class VerificationResult:
 
     @classmethod
     def of(cls, comparison: Comparison, again: Run, precision: str) -> VerificationResult:
-        """Create the result from a comparison.
+        """Create the result of `verify` for two runs that were compared step by step.
 
         Args:
             comparison: The comparison.
@@ -116,7 +116,7 @@ class VerificationResult:
 
     @classmethod
     def failed(cls, error: ScriptFailed) -> VerificationResult:
-        """Create the result for a script that fails on several processes, but not on one."""
+        """Create the result of `verify` for a script that runs on one process, but fails on several."""
         run = error.run
         hangs = error.reason.startswith(_HANGS)
         finding = Finding(
@@ -140,7 +140,7 @@ class VerificationResult:
             raise AssertionError(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as a dict of numbers, strings and lists, for JSON."""
+        """Return the result's verdict, first difference and other fields as a dict of plain values, for JSON."""
         kept = {name: value for name, value in vars(self).items() if name not in ("comparison", "finding")}
         return {**kept, "finding": None if self.finding is None else asdict(self.finding)}
 
@@ -288,7 +288,6 @@ def verify_all(
 
 
 def _divides_batches(subject: Run, reference: Run) -> bool:
-    """Return True if the script divides its batch size by the number of processes itself."""
     rows, expected = subject.rows(0), reference.rows(0)
     if not rows or not expected or subject.shards == 1 or not subject.first["loaders"]:
         return False
@@ -303,7 +302,6 @@ def _with_processes(flags: list[str], count: int | None) -> list[str]:
 
 
 def launch_options(given: Sequence[str]) -> dict[str, Any]:
-    """Return the values of flags of `drivetrain launch`, with the `script` and its `args`."""
     from drivetrain.cli.launch import launch
 
     return launch.make_context("drivetrain verify", list(given)).params
@@ -315,8 +313,7 @@ def _processes(flags: Sequence[str]) -> int:
 
 @dataclass
 class _Runs:
-    """Runner that starts a script in a separate folder for each run. Its fields are arguments of `verify`."""
-
+    # The fields are arguments of `verify`. Each run has a folder of its own below `folder`.
     script: str
     arguments: list[str]
     folder: Path
@@ -330,7 +327,6 @@ class _Runs:
     @classmethod
     @contextmanager
     def open(cls, script: str | os.PathLike[str], arguments: Sequence[str], **given: Any) -> Iterator[_Runs]:
-        """Return a context manager that gives the runs a temporary folder."""
         with tempfile.TemporaryDirectory(prefix="drivetrain_verify_", ignore_cleanup_errors=True) as folder:
             yield cls(os.fspath(script), list(arguments), Path(folder), **given)
 
@@ -352,7 +348,6 @@ class _Runs:
         compare: str | os.PathLike[str] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> VerificationResult:
-        """Run the script with the given arguments of `verify` and on one process, and compare the runs."""
         kept = self._kept(flags)
         asked: dict[str, Any] = {"strategy": strategy, "precision": precision}
         asked["uneven_over"] = _processes(flags) if self.uneven else None
@@ -433,7 +428,6 @@ class _Runs:
         return {name: self._run("one process", alone, **asked, **own) for name, own in runs.items()}
 
     def _kept(self, flags: list[str]) -> list[str]:
-        """Return the launcher flags that also apply to the reference runs."""
         from drivetrain.launch.options import LaunchOptions
 
         parsed = launch_options([*flags, self.script, *self.arguments])
@@ -447,7 +441,7 @@ class _Runs:
         return kept
 
     def _run(self, name: str, flags: Sequence[str], variables: Mapping[str, str] | None = None, **asked: Any) -> Run:
-        """Run the script and return its records. `name` is what sentences call the run, `asked` goes to `Recording`."""
+        # Error messages call the run `name`. `asked` holds fields of `Recording`.
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         request = folder / "recording.json"
         request.write_text(
@@ -495,7 +489,6 @@ class _Runs:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a run with all its processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
@@ -505,7 +498,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _failure(run: Run, reason: str, errors: str, code: int) -> tuple[type[ScriptFailed], str]:
-    """Return the exception to raise, and what happened to the script, with what the user can change."""
+    # The text continues a sentence that begins with "the script", and says what the user can change.
     if any(rank.get("out_of_memory") for rank in run.ranks) or code == -signal.SIGKILL or "(SIGKILL)" in errors:
         return OutOfMemory, (
             "ran out of memory. One process holds the whole model and trains on the rows of all processes. Make them "
