@@ -280,16 +280,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Check this machine's distributed setup with the checks of `drivetrain test`, up to the first that fails.
-
-    Args:
-        processes: The expected number of processes. None accepts any number.
-        make: Creates the Accelerator to check.
-        begin: A function that is called with the name of each check before it runs.
-
-    Returns:
-        The results of the checks that ran.
-    """
+    # `make` creates the Accelerator to check, and `begin` receives the name of each check before it runs.
     begin("start")
     trial = Trial(make(), processes)
     findings = []

@@ -148,7 +148,7 @@ class Candidate:
         return made
 
     def python(self) -> str:
-        """Return Python code of a Trainer that trains as this candidate describes, to paste into a script."""
+        """Return Python code that creates a Trainer for this way to train: its strategy, precision and batch size."""
         options = self._options()
         if self.tp > 1:
             options["tp_plan"] = "auto"
@@ -163,7 +163,7 @@ class Candidate:
         )
 
     def flags(self, cluster: Cluster) -> list[str]:
-        """Return the `drivetrain launch` flags for this candidate: its processes, precision and strategy.
+        """Return the `drivetrain launch` flags for this way to train on `cluster`: processes, precision, strategy.
 
         Pipeline stages have no flag: the script sets them.
 
@@ -194,7 +194,7 @@ class Candidate:
         }
 
     def configuration(self, cluster: Cluster) -> dict[str, Any]:
-        """Return a launch configuration file as a dict, with this candidate's processes, precision and strategy.
+        """Return a launch configuration file, as a dict, for this way to train on the devices of `cluster`.
 
         Args:
             cluster: The devices.
@@ -247,7 +247,7 @@ def candidates(
     precisions: Sequence[str] = ("bf16",),
     recompute: Sequence[bool] = (False, True),
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the possible ways to train a model on a cluster, and the reasons why other ways are impossible.
+    """Return the possible ways to train a model with these `facts` on a cluster, and why others are impossible.
 
     Args:
         cluster: The devices.

@@ -186,13 +186,6 @@ def _what_if(made: Plan, options: dict[str, Any], progress: Any) -> dict[str, li
 
 
 def as_text(made: Plan, more: dict[str, list[Result]], options: dict[str, Any]) -> str:
-    """Return the text that `drivetrain plan` prints: its advice, a table of strategies and a launch command.
-
-    Args:
-        made: The plan.
-        more: Results of what-if questions by name.
-        options: The options `epoch`, `price` and `mtbf`, if given.
-    """
     from drivetrain.planning.planner import launch_line
 
     lines = [made.advice, *made.notes, "", *table(made.results, made.unit)]

@@ -272,7 +272,7 @@ def _refuse_unknown(given: Mapping[str, Any], allowed: set[str], path: Path) -> 
 
 
 def measure_this(seconds: float = 10.0) -> Cluster:
-    """Return a description of this machine's devices, with their memory and speed as measured here.
+    """Measure the memory and speed of this machine's devices for about `seconds`, and return them as a cluster.
 
     Links between the devices are not measured: they get the speed of copies within a device.
 

@@ -199,7 +199,7 @@ class LoopTask(PlannedTask):
 
 
 def load_script(workload: Workload) -> Loaded:
-    """Run a user's script up to its first training batch, and return the model, batch and optimizer it created.
+    """Run a workload's script up to its first training batch, and return its model, batch and optimizer.
 
     Its parameters are built on the meta device, unless `real_init` is set.
 

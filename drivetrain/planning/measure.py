@@ -27,7 +27,7 @@ STEPS, WARM_UP = 10, 3
 
 
 def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) -> tuple[float, float]:
-    """Return two durations of a training step in one process, in seconds: measured here, and predicted.
+    """Train a workload for a few steps in this process, and return a step's measured and predicted seconds.
 
     Call it in a process of its own, which uses all cores meanwhile.
 

@@ -20,12 +20,6 @@ _COLORS = dict(zip(KINDS, (0, 1, 4, 2, 6, 3, 5, 9), strict=True))
 
 
 def page(made: Plan, more: Mapping[str, Sequence[Result]]) -> bytes:
-    """Return a plan as the content of an HTML page, with charts of the memory and speed of each strategy.
-
-    Args:
-        made: The plan.
-        more: Results of what-if questions by name.
-    """
     best, device, workload = made.best, made.cluster.device, made.workload
     counted = [(result.candidate.label, result, result.estimate) for result in made.results if result.estimate]
     figures = [("devices", str(made.cluster)), ("memory of a device", as_bytes(device.memory))]

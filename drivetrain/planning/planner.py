@@ -372,20 +372,7 @@ def vary(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
-    """Predict how a plan's best strategy behaves with other batch sizes, sequence lengths or device counts.
-
-    Args:
-        made: The plan, whose best result is varied, or its smallest if none fits.
-        batch: Rows of a micro-batch.
-        seq: Tokens of a sequence.
-        world: Numbers of devices.
-        headroom: Share of a device's memory that stays free.
-        jobs: Number of processes, by default one for each core.
-        progress: Called with the number of candidates that are done and of all.
-
-    Raises:
-        ConfigurationError: A number is not positive, or does not fill whole machines.
-    """
+    # Only the plan's best result is varied, or its smallest if none fits.
     for name, numbers in (("batch", batch), ("seq", seq), ("world", world)):
         for number in numbers:
             if number < 1:
@@ -411,17 +398,7 @@ def vary(
 
 
 def largest(made: Plan, what: str, headroom: float = 0.1, jobs: int | None = None) -> Result | None:
-    """Find the largest batch size or sequence length, or fewest devices, for which a plan's best strategy fits.
-
-    Args:
-        made: The plan, whose best result is changed, or its smallest if none fits.
-        what: `"batch"`, `"seq"` or `"world"`.
-        headroom: Share of a device's memory that stays free.
-        jobs: Number of processes, by default one for each core.
-
-    Returns:
-        The result, or None if nothing fits.
-    """
+    # Only the plan's best result is changed, or its smallest if none fits. `what` is "batch", "seq" or "world".
     base = made.results[0]
     with Workers(jobs) as workers:
 

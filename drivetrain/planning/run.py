@@ -111,7 +111,7 @@ class Estimate:
 def estimate(
     workload: Workload, candidate: Candidate, cluster: Cluster, seq: int | None = None, full: bool = False
 ) -> Estimate:
-    """Predict the memory and time of a training step, by a run of the step on tensors without values.
+    """Predict the memory and time of a workload's training step, if it trains on a cluster as `candidate` says.
 
     Call it in a process of its own: it starts and ends fake process groups. Of a model with many equal blocks, two
     smaller ones run, and the result is extrapolated.
@@ -216,20 +216,7 @@ def simulate(
     loaded: Loaded | None = None,
     kernels: str = "cuda",
 ) -> list[Step]:
-    """Run a training step on tensors without values, and return its recorded operations and memory.
-
-    Returns the record of rank 0 and, with pipeline stages, that of the last rank.
-
-    Args:
-        workload: What is trained.
-        candidate: How it is trained.
-        seq: Tokens of a sequence, in place of those of the workload.
-        loaded: The workload, if it was built.
-        kernels: `"cpu"` for the optimizer's implementation on CPUs, which updates one parameter after the other.
-
-    Raises:
-        ConfigurationError: The model or the strategy cannot run on fake tensors. The message tells why.
-    """
+    # Returns the record of rank 0 and, with pipeline stages, that of the last rank.
     built = loaded or loaded_of(workload)
     ranks = [0] if candidate.pp == 1 else [0, candidate.world_size - 1]
     return [_on_rank(rank, workload, built, candidate, seq, kernels) for rank in ranks]
@@ -297,11 +284,7 @@ def _on_rank(
 
 
 class Placed(StepModule):
-    """Wrapper of a model of fake tensors that ignores moves and dtype conversions.
-
-    Torch cannot convert modules of fake tensors (their mode holds weak references), and engines ask for it.
-    """
-
+    # Torch cannot convert modules of fake tensors (their mode holds weak references), and engines ask for it.
     def to(self, *_: Any, **__: Any) -> Placed:
         return self
 
@@ -500,10 +483,7 @@ class AcceleratorCasts(TorchFunctionMode):
 
 @contextmanager
 def accelerator_casts() -> Iterator[None]:
-    """Cast tensors as autocast on an accelerator does, also where a backward pass recomputes a forward pass.
-
-    Torch's function modes do not reach into backward passes.
-    """
+    # Torch's function modes do not reach into backward passes, which may recompute forward passes.
     entered: list[AcceleratorCasts] = []
 
     def enter(*_: Any) -> None:

@@ -65,14 +65,7 @@ def crosses_machines(collective: Collective, cluster: Cluster) -> bool:
 
 
 def time_of(steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatches: int = 1) -> StepTime:
-    """Predict the duration of a training step from the operations that were recorded on one or two of its ranks.
-
-    Args:
-        steps: What was counted, on each kind of rank.
-        cluster: The devices.
-        stages: Pipeline stages.
-        microbatches: Micro-batches of a step, between which stages wait for each other.
-    """
+    # `steps` holds one record for each kind of rank, such as the first and the last pipeline stage.
     times = [_Clock(cluster).run(step.events) for step in steps]
     longest = max(times, key=lambda time: time.seconds)
     if stages == 1:

@@ -165,7 +165,6 @@ _BEFORE = "_before_compiling"
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the task of `torch.compile(task)`, for use by the Trainer. Its forward and steps stay compiled."""
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
         return model

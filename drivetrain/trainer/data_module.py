@@ -28,7 +28,7 @@ class DataHooks:
     """Hooks that create data loaders, prepare data, and move batches to the device."""
 
     def on_batch_size_too_large(self, batch_size: int) -> None:
-        """Run code after a trial of the batch-size search ran out of memory, before it tries a smaller size.
+        """Run code after the batch-size search ran out of memory with `batch_size`, before it tries a smaller size.
 
         Release caches here, or change what the loaders of the next trial return. Called on all processes.
 

@@ -22,7 +22,7 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Make objects of class `kind` that the `with` block creates record `values` as their hyper-parameters.
+    """Record `values` as the hyper-parameters of each object of class `kind` that the `with` block creates.
 
     Only objects of class `kind` do. A command line creates objects within this `with` block, so that a checkpoint
     stores their configuration instead of objects that cannot be saved.

@@ -156,10 +156,7 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call all hooks even if some raise an error. Log the errors, and return them as a list.
-
-    Log their exceptions, and return these as a list.
-    """
+    """Call all hooks even if some raise an error. Log each error with the hook's name, and return the errors."""
     errors: list[BaseException] = []
     for hook in hooks:
         try:

@@ -208,7 +208,7 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Convert hyper-parameters to plain values, so that a checkpoint can store them without their classes.
+    """Convert hyper-parameters to plain values for a checkpoint. `keeps_objects` leaves objects in containers.
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
     With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
@@ -390,11 +390,8 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module from the hyper-parameters in a checkpoint or in a separate file.
-
-    `driver` are the Trainer's entries of the checkpoint, and `entry` is the name of the one with the hyper-parameters.
-    `overrides` are constructor arguments that replace saved ones.
-    """
+    # `driver` holds the Trainer's entries of the checkpoint, and `entry` names the one with the hyper-parameters.
+    # `overrides` replace saved constructor arguments.
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     constructor = driver.get(entry.replace("hyper_parameters", "hparams_constructor"))
@@ -445,12 +442,8 @@ ENTRIES = (
 
 @contextmanager
 def checkpoint_for_hooks(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the checkpoint as one dict, as `on_save_checkpoint` and `on_load_checkpoint` receive it.
-
-    After the `with` block, changes that hooks made are written back to both parts of the checkpoint.
-
-    `engine` is the part with weights, of which `number` is the model of the task. `entries` is the part of the Trainer.
-    """
+    # `engine` is the part of the checkpoint with weights, of which `number` is the model of the task. `entries` is the
+    # part of the Trainer. Changes that hooks make are written back to both parts after the `with` block.
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
     if number < len(engine["models"]):

@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the names of the optimizers if `configure_optimizers` returned a dict of optimizers, else `()`."""
+    """Return the names in a dict of optimizers that `configure_optimizers` returned, or `()` for other values."""
     # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
@@ -127,7 +127,6 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Check what `configure_optimizers` returned, and convert it to a list of optimizers and one of schedulers."""
     optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):

@@ -276,12 +276,9 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 def make_trackers(
     given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """Create the experiment trackers of a Trainer from its argument `logger`.
-
-    None uses the engine's trackers, or a `CSVLogger` if it has none. A trial run (`fast_dev_run`) gets a tracker that
-    does nothing, so that hooks that use it still run. A barebones run gets none. A raw loop over the engine logs to the
-    same trackers, unless it has its own.
-    """
+    # None uses the engine's trackers, or a `CSVLogger` if it has none. A trial run (`fast_dev_run`) gets a tracker that
+    # does nothing, so that hooks that use it still run. A barebones run gets none. A raw loop over the engine logs to
+    # the same trackers, unless it has its own.
     found: list[Tracker]
     if options.is_quiet:
         found = [] if options.barebones or given is False else [AbsentTracker()]

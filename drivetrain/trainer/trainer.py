@@ -430,7 +430,7 @@ class TrainerStatus:
 
     @property
     def preempted(self) -> bool:
-        """True if a cluster's signal, such as SIGTERM, has ended the last `fit` or is about to end this one."""
+        """True if a cluster's signal, such as SIGTERM, has ended the last `fit` or will soon end the current one."""
         return self.control.preempted
 
     @property
@@ -646,7 +646,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """An object with this Trainer's searches for a learning rate and a batch size, for callbacks."""
+        """Object with methods that search for a learning rate or a batch size, for use by `Tuner` and callbacks."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
@@ -1096,7 +1096,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
     def request_stop(self, reason: str, asker: str = "") -> None:
-        """End training on all processes after the current step. Code such as a callback calls this during `fit`.
+        """End training on all processes after the current step. A later `withdraw_stop(asker)` cancels this request.
 
         `min_epochs` and `min_steps` delay the stop.
 

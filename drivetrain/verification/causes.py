@@ -37,12 +37,7 @@ class Finding:
 
 
 def diagnose(compared: Comparison, again: Run) -> Finding | None:
-    """Explain why two compared runs of a script differ, or return None if both agree up to rounding.
-
-    Args:
-        compared: The comparison.
-        again: The run on one process, a second time.
-    """
+    # `again` is a second run on one process, which shows whether the script is deterministic.
     if (unstable := _nondeterminism(compared.single, again)) is not None:
         return unstable
     if (start := _start(compared) or _untrained(compared.subject)) is not None:

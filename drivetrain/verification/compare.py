@@ -185,7 +185,7 @@ def relative(found: Values, expected: Values) -> tuple[float, str]:
 def difference(
     step: int, quantity: str, found: Run, expected: Run, arbitrary: Mapping[str, AbstractSet[int]] | None = None
 ) -> Difference | None:
-    """Compare one quantity of an optimizer step, such as the gradients, between two runs of a script.
+    """Compare one quantity of an optimizer step, such as its gradients, between the runs `found` and `expected`.
 
     Args:
         step: The step.
@@ -250,7 +250,7 @@ def _as_list(value: Any) -> list[float]:
 
 @dataclass
 class Comparison:
-    """All differences between a run that is judged and a reference run, and how much is rounding error.
+    """Differences of a script's run from a reference run, and which of them are only rounding error.
 
     Attributes:
         subject: The run to judge.

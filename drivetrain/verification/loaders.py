@@ -93,7 +93,7 @@ class _Seeded(_Around):
 
 
 def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
-    """Return a data loader that joins the rows of each `shards` batches of a script's loader to one batch.
+    """Return a data loader that joins every `shards` batches of a script's loader into one batch.
 
     Its samples take random numbers from their index. Only loaders of samples with an index are reversed or uneven.
 

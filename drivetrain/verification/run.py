@@ -86,7 +86,7 @@ class VerificationResult:
 
     @classmethod
     def of(cls, comparison: Comparison, again: Run, precision: str) -> VerificationResult:
-        """Create the result of `verify` for two runs that were compared step by step.
+        """Create the result of `verify` from the comparison of two runs, and from a repeated run on one process.
 
         Args:
             comparison: The comparison.

@@ -119,7 +119,7 @@ def recreate(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, 
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the annotations of a class's constructor arguments by name, to create its objects from a file.
+    """Return the constructor arguments of the class `kind` with their annotations, to create objects from files.
 
     A missing annotation gives `Any`. An annotation that cannot be resolved gives `Any` too. If the constructor has
     `**kwargs`, the arguments of its base constructor and an entry `**` are included.
@@ -355,7 +355,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return the hyper-parameters that a checkpoint sets in place of the command line's, without unsafe imports."""
+    # Values of a checkpoint must not make the command line import a class that the user has not named.
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)

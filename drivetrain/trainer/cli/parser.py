@@ -258,7 +258,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return the class of the objects that a class or a function creates. A function needs a return annotation."""
+    """Return `kind` if it is a class, or else the class in its return annotation, to list options for the class."""
     if isinstance(kind, type):
         return kind
     try:

@@ -228,10 +228,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """Return how many batches of a loader to run, given its length and an option such as `limit_train_batches`.
-
-    The limit is that of an option such as `limit_train_batches`.
-    """
+    """Return how many of a loader's `length` batches to run, given the value `limit` of the Trainer option `name`."""
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
     if isinstance(limit, int):
@@ -275,11 +272,8 @@ def limits_of(
     even: bool = False,
     given: Any = None,
 ) -> list[float]:
-    """Return how many batches of each evaluation loader to run, given an option such as `limit_val_batches`.
-
-    The limit is applied to the loader's longest length on any rank. With `even`, ranks with different numbers of
-    batches are an error. The keys of a dict in `given` name the loaders. All ranks must call this together.
-    """
+    # The limit is applied to the loader's longest length on any rank. With `even`, ranks with different numbers of
+    # batches are an error. The keys of a dict in `given` name the loaders.
     limits = _limit_per_loader(limit, len(loaders), list(given) if isinstance(given, Mapping) else None, name)
     lengths = [length_of(loader) for loader in loaders]
     if even:
@@ -475,7 +469,7 @@ class TrainingBatches:
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Replace the training loader between two epochs if an option or a setting requires it. Return whether it did.
+        """Replace the training loader between two epochs if an option requires it. Return True if it was replaced.
 
         This is so after `reload_dataloaders_every_n_epochs` epochs, and if a setting of the loader has changed.
         """

@@ -130,11 +130,8 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate the task on the batches of all its loaders, and return each loader's logged values as a dict.
-
-        `at_most` limits the batches of each loader. With `keep=False`, as in the sanity check, results are discarded
-        and positions restored. `watch` returns an object for each loader that may end the evaluation after a signal.
-        """
+        # `at_most` limits the batches of each loader. With `keep=False`, as in the sanity check, results are discarded
+        # and positions restored. `watch` returns an object for each loader that may end the evaluation after a signal.
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
         loaders = self.load()

@@ -263,7 +263,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Predictor of the samples and tokens of the next training step, for callbacks that run every so many.
+    """Predictor of the samples and tokens of the next step, for callbacks that run after a number of these.
 
     Also detects the last step of an epoch.
     """

@@ -447,11 +447,8 @@ class RunControl:
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange stop requests and signals between the ranks, so that all stop after the same training step.
-
-        All ranks must call this after an equal number of batches. Flags in `wishes` are combined over ranks by "or" and
-        returned. If a background save of `saves` has failed anywhere, all raise.
-        """
+        # All ranks must call this after an equal number of batches. Flags in `wishes` are combined over ranks by "or"
+        # and returned. If a background save of `saves` has failed anywhere, all raise.
         # A failed save is exchanged too: if one rank raised alone, the others would hang in their next collective.
         lost = saves is not None and saves.has_lost
         signals = self._signals
@@ -596,11 +593,8 @@ class StopExchange:
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Exchange boolean flags between ranks. Each returned flag is True if it is True on any rank.
-
-        All ranks must call this at an equal number of batches. With several ranks, it runs a collective. `by` is the
-        reason of this rank for a stop, or "". Also returns the first reason of any rank.
-        """
+        # All ranks must call this at an equal number of batches. With several ranks, it runs a collective. `by` is the
+        # reason of this rank for a stop, or "". Also returns the first reason of any rank.
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
         pause = CLOCK_SECONDS if self.world_size == 1 else EXCHANGE_SECONDS

@@ -193,7 +193,7 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step in which the strategy orders the forwards and backwards, such as with pipeline parallelism.
+    """Optimizer step whose forwards and backwards the strategy runs in an order of its own, as in a pipeline.
 
     Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
     ranks receive its outputs and logged values.
@@ -498,7 +498,6 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """Return the object that runs optimizer steps, of the class that suits the task, optimizers and strategy."""
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )

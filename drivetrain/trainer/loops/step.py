@@ -198,11 +198,9 @@ Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def adapt_step(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Wrap a task's step so that the loops can always pass a batch, its index and its loader's index.
-
-    A step with a single parameter receives the batch alone. A step with a parameter `dataloader_iter` receives an
-    iterator over tuples of these three, starting at the current batch.
-    """
+    # The loops always pass a batch, its index and its loader's index. A step with a single parameter receives the batch
+    # alone. A step with a parameter `dataloader_iter` receives an iterator over tuples of these three, starting at the
+    # current batch.
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
     if any(each.name == "dataloader_iter" for each in parameters):
@@ -299,11 +297,8 @@ def bind_step(
 def bind_evaluation_step(
     trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that runs an evaluation step as the strategy requires, such as within DDP's module.
-
-    If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
-    then sent to all other ranks.
-    """
+    # If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values
+    # are then sent to all other ranks.
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.view(model, "evaluate")
     if not strategy.schedules_microbatches:
@@ -403,10 +398,7 @@ class PlainStep:
         self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step on a list of micro-batches, and return whether an optimizer changed the weights.
-
-        Return True if an optimizer stepped.
-        """
+        """Run one optimizer step on the micro-batches in `window`, and return whether an optimizer took the step."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
@@ -622,7 +614,7 @@ class ManualStep(PlainStep):
 
 
 def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer]) -> tuple[Callable[[], None], bool]:
-    # The second value is True if gradients may be cleared before the forward, which hooks would observe.
+    # The second value is True if gradients may be cleared before the forward. Hooks that observe the call exclude it.
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
     before = trainer.hooks.find("on_before_zero_grad")

@@ -685,11 +685,9 @@ class LoggedValues:
         return {name: synced.get(name, value) for name, value in values.items()}
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """Return the values of the last training step after an exception, which a collective could not reduce.
-
-        A rank that failed would not take part in a collective. Also returns the names of the values that are not
-        reduced over ranks. `exchange` sends a text to all ranks and returns theirs, or None if some do not reply.
-        """
+        # Called after an exception: a rank that failed would not take part in a collective. Also returns the names of
+        # the values that are not reduced over ranks. `exchange` sends a text to all ranks and returns theirs, or None
+        # if some do not reply.
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         latest = to_numbers(latest_of(entries))
         own = {name: value for name, value in latest.items() if name in values}
@@ -700,10 +698,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """Return the newest value of each name that `self.log` has received, for `trainer.callback_metrics`.
-
-        With `newest`, a value of a step precedes the result of the last epoch.
-        """
+        # With `newest`, a value of a step precedes the result of the last epoch.
         values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
             if entry.last is not None:
@@ -748,11 +743,8 @@ class LoggedValues:
     # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Reduce the values that `self.log` received in an epoch over its batches and all ranks, and return them.
-
-        With `keep=False`, as in a sanity check, callbacks see the results only until training begins. All ranks must
-        call this together.
-        """
+        # All ranks must call this together. With `keep=False`, as in a sanity check, callbacks see the results only
+        # until training begins.
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         entries = self._tables[stage].values()
         # One transfer and one collective for epoch and step values. Ranks may have logged different names.

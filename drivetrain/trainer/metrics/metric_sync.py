@@ -19,10 +19,8 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Return the result of a torchmetrics metric over the batches of all ranks, even of ranks without updates.
-
-    `select` picks, from the states of all ranks, those that count.
-    """
+    # Works even if some ranks have not updated the metric. `select` picks, from the states of all ranks, those that
+    # count.
     with _states_exchanged_whole(metric, select), warnings.catch_warnings():
         # On a rank without batches this warning is wrong, since the states of the other ranks are used.
         warnings.filterwarnings("ignore", message=".*`compute` method of metric .* was called before the `update`")

@@ -133,7 +133,7 @@ class Profiler(ABC):
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Prepare the profiler for a task before the task runs, for example by adding hooks to the task's modules.
+        """Prepare the profiler for the task `model`. `count_steps` returns an epoch's number of steps of one kind.
 
         Override it if a profiler needs the task's modules or its steps per epoch. Called after `setup`.
 

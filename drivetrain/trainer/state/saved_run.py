@@ -53,7 +53,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def merge_saved_ranks(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Merge logged values and metric states that other ranks saved, if the number of ranks has changed.
+    """Merge the logged values and metric states that several ranks saved, for a run with another number of ranks.
 
     Also used if only the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run,
     so that sums over an epoch stay complete. Return {} if the checkpoint has no logged values.

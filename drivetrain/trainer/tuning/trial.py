@@ -48,11 +48,8 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Train for up to `steps` steps with the task's hooks, for a search that tries settings.
-
-        `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to end
-        the trial. With `within_limits`, epochs end at `limit_train_batches`.
-        """
+        # `run_window` receives the number of each step and its micro-batches, and runs the step. It returns False to
+        # end the trial. With `within_limits`, epochs end at `limit_train_batches`.
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
         trainer.current.leave_batch()  # a failed trial may have left a batch in memory
         trainer.progress.begin_epoch(trainer.progress.epoch)
